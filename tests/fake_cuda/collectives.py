@@ -1,74 +1,68 @@
-"""Collectives of NCCL: their tensors are checked, their streams simulated, and gloo computes their results."""
+"""NCCL's process groups and collectives: tensors are checked, streams simulated, and gloo computes the results."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from fake_cuda import guard
+from fake_cuda.cuda_api import Event, Stream, current_stream
 from fake_cuda.memory import launch
-from fake_cuda.process_groups import NCCL_GROUPS, is_nccl
 from fake_cuda.report import REPORT, FakeCudaError, where
 from fake_cuda.tensor import FakeCuda, data_of, map_tensors, tensors_in, wrap
 
-# By operation of the namespace c10d: the arguments whose tensors it reads, and those whose tensors it writes.
-ACCESSES: dict[str, tuple[Sequence[int], Sequence[int]]] = {
-    "allreduce_": ([0], [0]),
-    "allreduce_coalesced_": ([0], [0]),
-    "reduce_": ([0], [0]),
-    "broadcast_": ([0], [0]),
-    "allgather_": ([1], [0]),
-    "_allgather_base_": ([1], [0]),
-    "allgather_into_tensor_coalesced_": ([1], [0]),
-    "gather_": ([1], [0]),
-    "scatter_": ([1], [0]),
-    "reduce_scatter_": ([1], [0]),
-    "_reduce_scatter_base_": ([1], [0]),
-    "reduce_scatter_tensor_coalesced_": ([1], [0]),
-    "alltoall_": ([1], [0]),
-    "alltoall_base_": ([1], [0]),
-    "send": ([0], []),
-    "recv_": ([], [0]),
-}
+# Operations of c10d that read and write their first argument. The others write it and read the second one.
+IN_PLACE = {"allreduce_", "allreduce_coalesced_", "reduce_", "broadcast_"}
 NOT_IN_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.complex32)
-STREAMS: dict[str, int] = {}  # of asynchronous collectives, by group
+STREAMS: dict[Any, Stream] = defaultdict(Stream)  # of asynchronous collectives, by group
 # C++ holds only a part of a `FakeWork`: Python has to keep it alive until its result has been used.
 LATEST_WORKS: deque[FakeWork] = deque(maxlen=256)
+
+
+def install() -> None:
+    """Let gloo run the groups that are created with NCCL. PyTorch reports NCCL as their backend."""
+    create = distributed_c10d._new_process_group_helper
+
+    def create_group(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **options: Any) -> Any:
+        if backend != "nccl":
+            return create(size, rank, ranks, backend, *args, **options)
+        device, current = options.pop("device_id", None), torch.device("cuda", guard.device())
+        if device != current and not ranks:  # all ranks: it is the first group
+            raise FakeCudaError(f"init_process_group: device_id={device}, but the current device is {current}")
+        group, store = create(size, rank, ranks, "gloo", *args, **options)
+        if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not in it
+            distributed_c10d._world.pg_map[group] = (backend, store)
+        return group, store
+
+    distributed_c10d._new_process_group_helper = create_group
 
 
 class FakeWork(dist.Work):
     """A collective in flight on NCCL's stream. It keeps its tensors alive until a stream waits for it."""
 
-    def __init__(self, stream: int, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, stream: Stream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.event, self.tensors = guard.event_record(None, stream), tensors
-        device = guard.device()
-        self.future: Any = torch.futures.Future(devices=[torch.device("cuda", device)])
-        before = guard.current_stream(device)
-        guard.set_stream(device, stream)  # the future records an event on it
-        self.future.set_result(list(outputs))
-        guard.set_stream(device, before)
+        self.event, self.tensors = Event(), tensors
+        self.event.record(stream)
+        self.future: Any = torch.futures.Future(devices=[stream.device])
+        with torch.cuda.stream(stream):  # the future records an event on it
+            self.future.set_result(list(outputs))
 
     def wait(self, timeout: Any = None) -> bool:
         """Make the current stream wait. The host does not."""
-        guard.event_block(self.event, guard.current_stream())
+        current_stream().wait_event(self.event)
         self.tensors, self.future = [], None
         return True
 
     def get_future(self) -> Any:
         future, self.future = self.future, None
         return future
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
 
 
 def call_collective(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -77,36 +71,29 @@ def call_collective(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
     Raises:
         FakeCudaError: NCCL, or gloo, would refuse a tensor.
     """
-    group = _group_of(args)
+    group = dist.ProcessGroup.unbox(next(one for one in args if isinstance(one, torch._C.ScriptObject)))
     tensors = tensors_in(args)
-    if not is_nccl(group):
-        for tensor in tensors:
-            if isinstance(tensor, FakeCuda):
-                raise FakeCudaError(f"c10d::{name}: a CUDA tensor in a gloo group, at {where()}")
+    if dist.get_backend(group) != "nccl":
+        if any(isinstance(tensor, FakeCuda) for tensor in tensors):
+            raise FakeCudaError(f"c10d::{name}: a CUDA tensor in a gloo group, at {where()}")
         return func(*args, **kwargs)
-    if name not in ACCESSES:  # barrier
+    if name == "barrier":
         return func(*args, **kwargs)
     check_nccl(name, tensors)
     REPORT.notes[f"nccl {name} in a group of {group.size()}"] += 1
-    inputs, outputs = (_tensors_at(positions, args) for positions in ACCESSES[name])
-    result = _run_on_gloo(func, name, args, inputs)
+    inputs, outputs = tensors_in(args[0 if name in IN_PLACE else 1]), tensors_in(args[0])
+    result = _run_on_gloo(func, name, args, kwargs, inputs)
 
-    current = guard.current_stream()
-    is_async = _is_async(func, args, kwargs)
-    if is_async:
-        stream = STREAMS.setdefault(group.group_name, -1)
-        if stream < 0:
-            stream = STREAMS[group.group_name] = guard.new_stream()
-        guard.join(current, stream)
-    else:
-        stream = current  # PyTorch enqueues NCCL's kernel on the stream of the caller
-    launch(f"nccl {name}", [t.cpu_data for t in inputs], [t.cpu_data for t in outputs], stream)
+    stream = current_stream()
+    arguments = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+    is_async = arguments.get("asyncOp", arguments.get("async_op", True))
+    if is_async:  # otherwise PyTorch enqueues NCCL's kernel on the stream of the caller
+        stream = STREAMS[group.group_name]
+        stream.wait_stream(current_stream())
+    launch(f"nccl {name}", [data_of(t) for t in inputs], [data_of(t) for t in outputs], stream.stream_id)
     work = FakeWork(stream, [*inputs, *outputs] if is_async else [], outputs)
     LATEST_WORKS.append(work)
-    boxed = work.boxed()
-    if isinstance(result, tuple):
-        return args[ACCESSES[name][1][0]], boxed
-    return boxed
+    return (args[0], work.boxed()) if isinstance(result, tuple) else work.boxed()
 
 
 def check_nccl(name: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -129,31 +116,14 @@ def check_nccl(name: str, tensors: Iterable[torch.Tensor]) -> None:
         raise FakeCudaError(f"c10d::{name}: {problem}, at {where()}")
 
 
-def _run_on_gloo(func: Any, name: str, args: Any, inputs: Sequence[FakeCuda]) -> Any:
+def _run_on_gloo(func: Any, name: str, args: Any, kwargs: dict[str, Any], inputs: Sequence[torch.Tensor]) -> Any:
     # gloo can't gather in place.
-    copies = {id(t): t.cpu_data.clone() for t in inputs if name == "_allgather_base_"}
-    result = func(*map_tensors(lambda t: copies.get(id(t), data_of(t)), args))
+    copies = {id(one): data_of(one).clone() for one in inputs if name == "_allgather_base_"}
+    result = func(*map_tensors(lambda one: copies.get(id(one), data_of(one)), args), **kwargs)
     for work in tree_leaves(result):
         if isinstance(work, torch._C.ScriptObject):
             dist.Work.unbox(work).wait()
     return result
-
-
-def _group_of(args: Any) -> Any:
-    """Return the process group among an operation's arguments: the first object of C++."""
-    group = next(one for one in args if isinstance(one, torch._C.ScriptObject | dist.ProcessGroup))
-    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-
-
-def _tensors_at(positions: Sequence[int], args: Any) -> list[FakeCuda]:
-    return [one for i in positions for one in tensors_in(args[i]) if isinstance(one, FakeCuda)]
-
-
-def _is_async(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.name in ("asyncOp", "async_op"):
-            return bool(args[i] if i < len(args) else kwargs.get(argument.name, True))
-    return True
 
 
 def call_functional_collective(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -162,17 +132,17 @@ def call_functional_collective(func: Any, name: str, args: Any, kwargs: dict[str
     Raises:
         FakeCudaError: NCCL would refuse a tensor.
     """
-    fakes = [one for one in tensors_in(args, kwargs) if isinstance(one, FakeCuda)]
-    if not fakes:
-        if name != "wait_tensor" and any(isinstance(one, str) and one in NCCL_GROUPS for one in args):
-            raise FakeCudaError(f"_c10d_functional::{name}: a CPU tensor in an NCCL group, at {where()}")
-        return func(*args, **kwargs)
-    if name == "wait_tensor":
+    tensors = tensors_in(args, kwargs)
+    is_on_gpu = any(isinstance(one, FakeCuda) for one in tensors)
+    if name == "wait_tensor" and is_on_gpu:
         return args[0]
-    check_nccl(name, fakes)
+    nccl = {group.group_name for group, (backend, _) in distributed_c10d._world.pg_map.items() if backend == "nccl"}
+    if not is_on_gpu and nccl.isdisjoint(one for one in args if isinstance(one, str)):
+        return func(*args, **kwargs)
+    check_nccl(name, tensors)
     REPORT.notes[f"nccl functional {name}"] += 1
     real_args, real_kwargs = map_tensors(data_of, (args, kwargs))
     result = map_tensors(torch.ops._c10d_functional.wait_tensor.default, func(*real_args, **real_kwargs))
-    wrapped = map_tensors(lambda real: wrap(real, fakes[0].device), result)
-    launch(name, [f.cpu_data for f in fakes], [data_of(one) for one in tensors_in(wrapped)])
+    wrapped = map_tensors(lambda real: wrap(real, tensors[0].device), result)
+    launch(name, [data_of(one) for one in tensors], [data_of(one) for one in tensors_in(wrapped)])
     return wrapped

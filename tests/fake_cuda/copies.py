@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from fake_cuda import guard
-from fake_cuda.guard import HOST
-from fake_cuda.memory import ALLOCATOR, Access, launch, wait_on_host
+from fake_cuda.memory import Access, host_memory_of, launch, launch_and_wait
 from fake_cuda.tensor import FakeCuda, data_of, wrap
 
 aten = torch.ops.aten
@@ -16,16 +15,15 @@ aten = torch.ops.aten
 
 def copy_tensors(name: str, args: Any, kwargs: dict[str, Any], target: torch.device | None) -> Any:
     """Run `copy_`, `_foreach_copy_`, or `_to_copy`, which `Tensor.to` calls."""
+    options = {key: value for key, value in kwargs.items() if key != "device"}
+    non_blocking = bool(options.pop("non_blocking", args[2] if len(args) > 2 else False))
+    if name == "copy_":
+        return _copy_into(args[0], args[1], non_blocking)
     if name == "_foreach_copy_":
-        non_blocking = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
         for destination, source in zip(args[0], args[1], strict=True):
             _copy_into(destination, source, non_blocking)
         return None
-    if name == "copy_":
-        non_blocking = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
-        return _copy_into(args[0], args[1], non_blocking)
-    source, options = args[0], {key: value for key, value in kwargs.items() if key != "device"}
-    non_blocking, pin = bool(options.pop("non_blocking", False)), options.pop("pin_memory", None)
+    source, pin = args[0], options.pop("pin_memory", None)
     real = aten._to_copy.default(data_of(source), **options)
     target = source.device if target is None else target
     if target.type != "cuda" and (non_blocking or pin):  # PyTorch pins the result of a copy without waiting
@@ -45,19 +43,14 @@ def _transfer(source: torch.Tensor, destination: torch.Tensor, non_blocking: boo
     """Enqueue a copy. The host waits unless the copy is `non_blocking` and the host's memory is pinned."""
     reads = [source.cpu_data] if isinstance(source, FakeCuda) else []
     writes = [destination.cpu_data] if isinstance(destination, FakeCuda) else []
-    stream = guard.current_stream()
-    if reads and writes:
-        launch("copy", reads, writes)
-        return
     host = destination if reads else source
-    is_pinned = bool(aten.is_pinned.default(host))
-    waits = host.numel() > 0 and not (non_blocking and is_pinned)
-    if waits:
-        pageable = ", from pageable memory" if non_blocking else ""
-        wait_on_host(f"copy {'to the host' if reads else 'to the device'}{pageable}")
-    launch("copy", reads, writes)
-    if waits:
-        guard.join(stream, HOST)
-    elif host.numel() > 0:  # otherwise there is nothing to read too early
+    if (reads and writes) or not host.numel():  # without elements there is nothing to read too early
+        launch("copy", reads, writes)
+    elif non_blocking and aten.is_pinned.default(host):
+        launch("copy", reads, writes)
+        stream = guard.current_stream(guard.device())
         access = Access(stream, guard.launch(stream), "copy without waiting")
-        ALLOCATOR.host_memory_of(host).access(access, is_write=bool(reads))
+        host_memory_of(host).access(access, is_write=bool(reads))
+    else:
+        pageable = ", from pageable memory" if non_blocking else ""
+        launch_and_wait(f"copy {'to the host' if reads else 'to the device'}{pageable}", reads, writes)

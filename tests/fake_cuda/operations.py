@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fake_cuda import guard, random_numbers
 from fake_cuda.collectives import call_collective, call_functional_collective
 from fake_cuda.copies import copy_tensors
-from fake_cuda.guard import HOST
-from fake_cuda.memory import ALLOCATOR, Access, launch, wait_on_host
-from fake_cuda.report import REPORT, FakeCudaError, where
+from fake_cuda.cuda_api import random_numbers_of_device
+from fake_cuda.memory import access_on_host, launch, launch_and_wait
+from fake_cuda.report import FakeCudaError, where
 from fake_cuda.tensor import FakeCuda, data_of, map_tensors, resolve, tensors_in, wrap
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeCuda)
+COPIES = {"_to_copy", "copy_", "_foreach_copy_"}
 # Operations that accept CUDA tensors together with CPU tensors of more than one element.
-MIXED = {"copy_", "copy", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
+MIXED = {"copy", "index", "index_put", "index_put_", "_index_put_impl_"}
 # Operations that accept CPU scalars, apart from those that PyTorch tags as pointwise.
 WITH_SCALARS = {"fill_", "masked_fill", "masked_fill_", "where"}
 # The shape of the result depends on numbers, so the host waits for them.
-WAITING = {
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_consecutive",
-    "unique_dim",
-    "equal",
-    "is_nonzero",
-    "bincount",
-}
-COPIES = {"_to_copy", "copy_", "_foreach_copy_"}
-NOT_SIMULATED = {"set_", "resize_"}
+WAITING = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
+WAITING |= {"equal", "is_nonzero", "bincount"}
 
 
 class OnFakeCuda(TorchDispatchMode):
@@ -50,23 +40,15 @@ class OnFakeCuda(TorchDispatchMode):
         return execute(func, args, kwargs or {})
 
 
-class Effects(NamedTuple):
-    """The effect of an operation on its arguments."""
-
-    positions: frozenset[int]  # arguments that it writes
-    names: frozenset[str]  # keyword arguments that it writes
-    is_view: bool  # whether it only returns views of an argument
-
-
 @functools.cache
-def effects_of(func: Any) -> Effects:
-    """Return the effect of an operation on its arguments, according to its schema."""
-    written = [(i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+def effects_of(func: Any) -> tuple[frozenset[int | str], bool]:
+    """Return which arguments an operation writes, by position and by name, and whether it only returns views of one."""
+    if func._schema.name == "fsdp::all_gather_copy_in":  # returns its second argument, into which it copies
+        return frozenset({1}), False
+    arguments = [(i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
     returns = func._schema.returns
     is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    if func._schema.name == "fsdp::all_gather_copy_in":  # returns its second argument, into which it copies
-        return Effects(frozenset({1}), frozenset(), False)
-    return Effects(frozenset(i for i, _ in written), frozenset(name for _, name in written), is_view)
+    return frozenset(key for i, a in arguments for key in (i, a.name)), is_view
 
 
 def execute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -83,41 +65,37 @@ def execute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = tensors_in(args, kwargs)
     fakes = [one for one in tensors if isinstance(one, FakeCuda)]
     target = resolve(kwargs["device"]) if kwargs.get("device") is not None else None
-    if not fakes and (target is None or target.type != "cuda"):
-        check_host_accesses(func, name, args)
+    is_on_gpu = target is not None and target.type == "cuda"
+    if not fakes and not is_on_gpu:
+        written, is_view = effects_of(func)
+        for i, argument in enumerate(() if is_view else args):
+            for tensor in tensors_in(argument):
+                access_on_host(tensor, name, is_write=i in written)
         return func(*args, **kwargs)
-    if name == "_local_scalar_dense":
-        return read_scalar(args[0])
+    if name == "_local_scalar_dense":  # `.item()`, `float(tensor)` and `if tensor:`
+        launch_and_wait("item()", [args[0].cpu_data])
+        return args[0].cpu_data.item()
     if name in COPIES:
         return copy_tensors(name, args, kwargs, target)
     if name == "is_pinned":
         return False
     if name == "record_stream":
         return None  # FakeCuda.record_stream has been called by what needs it
-    if name in NOT_SIMULATED:
-        raise NotImplementedError(f"{func}: not simulated")
-    if fakes and target is not None and target.type != "cuda" and name not in MIXED:
-        real_args, real_kwargs = on_cpu(args, kwargs)  # such as empty_like(device="cpu")
-        return func(*real_args, **real_kwargs)
-
-    device = check_devices(func, name, tensors, target)
     if kwargs.get("pin_memory"):
         raise FakeCudaError(f"{func}: only CPU tensors can be pinned, at {where()}")
-    result = run_on_cpu(func, name, args, kwargs, fakes)
+    if target is not None and not is_on_gpu:  # such as empty_like(device="cpu")
+        return run_on_cpu(func, name, args, kwargs)
+
+    device = check_devices(func, name, tensors, target)
+    result = run_on_cpu(func, name, args, kwargs)
     by_data = {id(one.cpu_data): one for one in fakes}  # operations in place return an argument
+    if any(one.shape != one.cpu_data.shape for one in fakes):
+        raise NotImplementedError(f"{func} has resized an argument: not simulated")
     wrapped = map_tensors(lambda real: by_data[id(real)] if id(real) in by_data else wrap(real, device), result)
     record_accesses(func, name, args, kwargs, wrapped)
     if name in WAITING or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])):
-        wait_on_host(name)
+        launch_and_wait(name)
     return wrapped
-
-
-def read_scalar(tensor: FakeCuda) -> Any:
-    """Read a number on the host, as `.item()`, `float(tensor)` and `if tensor:` do."""
-    wait_on_host("item()")
-    launch("item", [tensor.cpu_data], [])
-    guard.join(guard.current_stream(), HOST)
-    return tensor.cpu_data.item()
 
 
 def check_devices(func: Any, name: str, tensors: Iterable[torch.Tensor], target: torch.device | None) -> torch.device:
@@ -128,43 +106,29 @@ def check_devices(func: Any, name: str, tensors: Iterable[torch.Tensor], target:
     """
     device = next((one.device for one in tensors if isinstance(one, FakeCuda)), target)
     assert device is not None
+    accepts_scalars = torch.Tag.pointwise in func.tags or name in WITH_SCALARS
+    accepts_scalars = accepts_scalars and "_foreach" not in name and "_fused" not in name
     for one in tensors:
-        if one.device == device or (not isinstance(one, FakeCuda) and name in MIXED):
-            continue
-        is_scalar = not isinstance(one, FakeCuda) and one.dim() == 0
-        accepts_scalars = torch.Tag.pointwise in func.tags or name in WITH_SCALARS
-        if not (is_scalar and accepts_scalars) or "_foreach" in name or "_fused" in name:
+        is_accepted = name in MIXED or (accepts_scalars and one.dim() == 0)
+        if one.device != device and (isinstance(one, FakeCuda) or not is_accepted):
             raise FakeCudaError(
                 f"{func}: Expected all tensors to be on the same device, but found {device} and "
                 f"{one.device} {tuple(one.shape)}, at {where()}"
             )
-        REPORT.notes[f"{func}: a CPU scalar with CUDA tensors at {where()}"] += 1
-    if device.index != guard.device():
-        REPORT.notes[f"{func}: on {device}, but the current device is {guard.device()} at {where()}"] += 1
     return device
 
 
-def on_cpu(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return an operation's arguments with the CPU tensors that stand for CUDA tensors."""
-    real_args, real_kwargs = map_tensors(data_of, (args, kwargs))
-    return real_args, real_kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
-
-
-def run_on_cpu(func: Any, name: str, args: Any, kwargs: dict[str, Any], fakes: Iterable[FakeCuda]) -> Any:
-    """Compute an operation's result with the CPU's kernel."""
-    real_args, real_kwargs = on_cpu(args, kwargs)
-    shapes = [(one.cpu_data, one.cpu_data.shape) for one in fakes]
+def run_on_cpu(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Compute an operation's result with the CPU's kernel, of the CPU tensors that stand for CUDA tensors."""
+    args, kwargs = map_tensors(data_of, (args, kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("cpu")
     if name in ("_fused_adamw_", "_fused_adam_"):
-        result = None
-        run_without_tails(func, real_args, real_kwargs)
-    elif torch.Tag.nondeterministic_seeded in func.tags:
-        with random_numbers.of_device():
-            result = func(*real_args, **real_kwargs)
-    else:
-        result = func(*real_args, **real_kwargs)
-    if any(real.shape != shape for real, shape in shapes):
-        raise NotImplementedError(f"{func} has resized an argument: not simulated")
-    return result
+        return run_without_tails(func, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        with random_numbers_of_device():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def run_without_tails(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -172,42 +136,21 @@ def run_without_tails(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
     The CPU's kernel computes the last elements, which don't fill a vector, differently.
     """
-    lists = [list(tensors) for tensors in args[:4]]
-    padded = [[torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % 64)) for t in one] for one in lists]
+    padded = [[torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % 64)) for t in one] for one in args[:4]]
     func(*padded, *args[4:], **kwargs)
-    for tensors, results in zip(lists, padded, strict=True):
+    for tensors, results in zip(args[:4], padded, strict=True):
         for tensor, result in zip(tensors, results, strict=True):
             tensor.copy_(result[: tensor.numel()].view(tensor.shape))
 
 
 def record_accesses(func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
     """Record the memory that an operation's kernel reads and writes."""
-    effects = effects_of(func)
-    if effects.is_view or name.startswith(("empty", "new_empty")):
+    positions_and_names, is_view = effects_of(func)
+    if is_view or name.startswith(("empty", "new_empty")):
         return
-    written = [args[i] for i in effects.positions if i < len(args)]
-    written += [value for key, value in kwargs.items() if key in effects.names]
+    written = [value for key, value in (*enumerate(args), *kwargs.items()) if key in positions_and_names]
     writes = {id(one.cpu_data): one.cpu_data for one in tensors_in(written, result) if isinstance(one, FakeCuda)}
     only_shapes = name.startswith("new_") or name.endswith("_like")
     arguments = [] if only_shapes else tensors_in(args, kwargs)
     reads = [one.cpu_data for one in arguments if isinstance(one, FakeCuda) and id(one.cpu_data) not in writes]
     launch(name, reads, list(writes.values()))
-
-
-def check_host_accesses(func: Any, name: str, args: Any) -> None:
-    """Check that the host waits before it uses CPU memory that a copy without waiting reads or writes."""
-    if not ALLOCATOR.on_host:
-        return
-    effects = effects_of(func)
-    if effects.is_view:
-        return
-    for i, argument in enumerate(args):
-        for tensor in tensors_in(argument):
-            check_host_access(tensor, name, is_write=i in effects.positions)
-
-
-def check_host_access(tensor: torch.Tensor, name: str, is_write: bool = False) -> None:
-    """Check it for one tensor."""
-    memory = ALLOCATOR.on_host.get(tensor.untyped_storage()._cdata)
-    if memory is not None:
-        memory.access(Access(HOST, guard.launch(HOST), name), is_write)

@@ -10,7 +10,7 @@ import torch._dynamo  # noqa: F401 (before functions that it inspects are replac
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 from fake_cuda import guard
-from fake_cuda.operations import check_host_access
+from fake_cuda.memory import access_on_host
 from fake_cuda.report import REPORT
 from fake_cuda.tensor import FakeCuda, tensors_in, use_on_stream
 
@@ -18,36 +18,21 @@ from fake_cuda.tensor import FakeCuda, tensors_in, use_on_stream
 def install() -> None:
     """Apply all patches."""
     torch._C._set_only_lift_cpu_tensors(True)
-    _move_modules()
     _set_data()
     _note_moved_modules()
     _record_futures()
     _check_host_reads()
     _profile_the_cpu()
     # FSDP2 frees the storage of a gathered parameter, which has no effect on the fake one.
-    for module in (_fsdp_param, _fsdp_param_group):
-        for function in ("alloc_storage", "free_storage"):
-            if hasattr(module, function):
-                setattr(module, function, lambda tensor: None)
-
-
-def _move_modules() -> None:
-    """`module.to("cuda")` sets the data of a parameter, which can't make it a FakeCuda: swap the contents instead.
-
-    The parameters stay the same objects, so tied ones stay tied, and optimizers keep theirs.
-    """
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    # It refuses tensors with weak references, which is too careful here: they remain valid.
-    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # type: ignore[assignment,attr-defined]
-    torch._has_compatible_shallow_copy_type = _are_of_a_kind
-
-
-def _are_of_a_kind(input: torch.Tensor, from_: torch.Tensor) -> bool:
-    return isinstance(input, FakeCuda) == isinstance(from_, FakeCuda)
+    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = lambda tensor: None
+    _fsdp_param.free_storage = lambda tensor: None
 
 
 def _set_data() -> None:
-    """FSDP2 and DeepSpeed move a tensor by `tensor.data = …`, which can't make it a FakeCuda: swap the contents."""
+    """`Module.to` and FSDP2 move a tensor by `tensor.data = …`, which can't make it a FakeCuda: swap the contents.
+
+    Parameters stay the same objects, so tied ones stay tied, and optimizers keep theirs.
+    """
     original = torch.Tensor.data
 
     def set_data(self: torch.Tensor, new: torch.Tensor) -> None:
@@ -58,22 +43,23 @@ def _set_data() -> None:
             new = torch.nn.Parameter(new, self.requires_grad)
         vars(new).update(vars(self))
         torch.utils.swap_tensors(self, new)
+        if (hooks := self._post_accumulate_grad_hooks) is not None:
+            self._post_accumulate_grad_hooks = hooks  # which registers them with the new contents
 
     torch.Tensor.data = property(original.__get__, set_data)  # type: ignore[assignment,attr-defined]
+    torch._has_compatible_shallow_copy_type = lambda *_: True  # `Module.to` would make new parameters otherwise
+    # `swap_tensors` refuses tensors with weak references, which is too careful here: they remain valid.
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # type: ignore[assignment,attr-defined]
 
 
 def _note_moved_modules() -> None:
     original = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
-        was_on_cpu = any(parameter.device.type == "cpu" for parameter in self.parameters())
+        was_on_gpu = any(isinstance(parameter, FakeCuda) for parameter in self.parameters())
         module: torch.nn.Module = original(self, *args, **options)
-        if was_on_cpu and any(isinstance(parameter, FakeCuda) for parameter in self.parameters()):
+        if not was_on_gpu and any(isinstance(parameter, FakeCuda) for parameter in self.parameters()):
             REPORT.notes[f"all of a {type(self).__name__} moved at once"] += 1
-        for parameter in self.parameters():
-            # `to` has swapped the contents of the parameter, and it calls no hooks since. Assigning registers them.
-            if (hooks := parameter._post_accumulate_grad_hooks) is not None:
-                parameter._post_accumulate_grad_hooks = hooks
         return module
 
     torch.nn.Module.to = to  # type: ignore[method-assign]
@@ -87,7 +73,7 @@ def _record_futures() -> None:
         def record_and_call(future: Any) -> Any:
             for tensor in tensors_in(future.value()):
                 if isinstance(tensor, FakeCuda):
-                    use_on_stream(tensor, guard.current_stream())
+                    use_on_stream(tensor, guard.current_stream(guard.device()))
             return callback(future)
 
         return original(self, record_and_call)
@@ -101,7 +87,7 @@ def _check_host_reads() -> None:
         original = getattr(torch.Tensor, name)
 
         def read(self: torch.Tensor, *args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
-            check_host_access(self, f"{name}()")
+            access_on_host(self, f"{name}()")
             return original(self, *args, **options)
 
         setattr(torch.Tensor, name, read)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fake_cuda import guard
-from fake_cuda.memory import ALLOCATOR, launch, wait_on_host
+from fake_cuda.memory import memory_of
 
 
 class FakeCuda(torch.Tensor):
@@ -22,11 +23,8 @@ class FakeCuda(torch.Tensor):
 
     @staticmethod
     def __new__(cls, real: torch.Tensor, device: torch.device) -> FakeCuda:
-        assert type(real) in (torch.Tensor, torch.nn.Parameter), type(real)
-        size, strides, offset = real.size(), real.stride(), real.storage_offset()
-        fake: FakeCuda = torch.Tensor._make_wrapper_subclass(
-            cls, size, strides=strides, storage_offset=offset, dtype=real.dtype, device=device
-        )
+        layout = {"strides": real.stride(), "storage_offset": real.storage_offset(), "dtype": real.dtype}
+        fake: FakeCuda = torch.Tensor._make_wrapper_subclass(cls, real.size(), device=device, **layout)
         fake.cpu_data = real.detach()
         return fake
 
@@ -42,25 +40,8 @@ class FakeCuda(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"FakeCuda({self.cpu_data}, device={self.device})"
 
-    # The host can't read device memory.
-
-    def numpy(self, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-            "memory first."
-        )
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.numpy()
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.numpy()
-
     def tolist(self) -> Any:
-        wait_on_host("tolist()")
-        launch("tolist", [self.cpu_data], [])
-        guard.join(guard.current_stream(), guard.HOST)
-        return self.cpu_data.tolist()
+        return self.cpu().tolist()
 
     # Libraries compare addresses, so there are some.
 
@@ -84,13 +65,10 @@ class FakeCuda(torch.Tensor):
         assert isinstance(new, FakeCuda)
         self.cpu_data = new.cpu_data
 
-    def is_shared(self) -> bool:
-        return False
-
 
 def use_on_stream(tensor: FakeCuda, stream: int) -> None:
     """Make the allocator wait for a stream before it reuses the memory of a tensor."""
-    ALLOCATOR.memory_of(tensor.cpu_data, guard.current_stream(tensor.device.index)).recorded.add(stream)
+    memory_of(tensor.cpu_data, guard.current_stream(tensor.device.index)).recorded.add(stream)
 
 
 def resolve(device: Any) -> torch.device:
@@ -101,34 +79,18 @@ def resolve(device: Any) -> torch.device:
 
 def wrap(real: torch.Tensor, device: torch.device) -> FakeCuda:
     """Return a CPU tensor as a tensor on a device, whose memory is allocated on the current stream."""
-    assert device.index is not None
-    ALLOCATOR.memory_of(real, guard.current_stream(device.index))
+    memory_of(real, guard.current_stream(device.index))
     return FakeCuda(real, device)
 
 
 def tensors_in(*things: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results of an operation."""
-    found = []
-    for thing in things:
-        if isinstance(thing, torch.Tensor):
-            found.append(thing)
-        elif isinstance(thing, list | tuple):
-            found += tensors_in(*thing)
-        elif isinstance(thing, dict):
-            found += tensors_in(*thing.values())
-    return found
+    return [leaf for leaf in tree_leaves(things) if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], thing: Any) -> Any:
     """Return arguments or results of an operation with a function applied to their tensors."""
-    if isinstance(thing, torch.Tensor):
-        return function(thing)
-    if isinstance(thing, list | tuple):
-        mapped = [map_tensors(function, one) for one in thing]
-        return mapped if isinstance(thing, list) else tuple(mapped)
-    if isinstance(thing, dict):
-        return {key: map_tensors(function, value) for key, value in thing.items()}
-    return thing
+    return tree_map_only(torch.Tensor, function, thing)
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:

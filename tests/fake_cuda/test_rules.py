@@ -1,113 +1,212 @@
-"""Fake GPUs: each rule catches a planted defect, and accepts correct programs. One job of two ranks runs them all."""
+"""Each rule of fake GPUs catches a planted defect, and accepts correct programs.
+
+As a script, this runs all programs on two ranks, one after another, and writes what each one raised and what the report
+then held into a JSON file for each rank: `RESULTS/<rank>.json`.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from helpers.jobs import ON_FAKE_GPUS, PROJECT, Job, require_fake_gpus
 
-pytestmark = [pytest.mark.launched, pytest.mark.slow]
+from fake_cuda.report import REPORT
 
-ERRORS = {
-    "group_of_another_device": "but the current device is cuda:",
-    "device_that_does_not_exist": "invalid device ordinal: 2 of 2",
-    "tensors_on_two_gpus": "Expected all tensors to be on the same device, but found cuda:",
-    "tensors_on_gpu_and_cpu": "Expected all tensors to be on the same device, but found cuda:",
-    "matrix_product_with_the_cpu": "Expected all tensors to be on the same device, but found cuda:",
-    "cpu_scalar_for_a_list_of_tensors": "Expected all tensors to be on the same device, but found cuda:",
-    "stack_with_a_cpu_scalar": "Expected all tensors to be on the same device, but found cuda:",
-    "pinned_gpu_memory": "only CPU tensors can be pinned",
-    "nccl_with_a_cpu_tensor": "No backend type associated with device type cpu",
-    "nccl_with_another_gpus_tensor": "but this rank's GPU is cuda:",
-    "nccl_with_gaps": "Tensors must be contiguous",
-    "nccl_with_a_type_that_it_lacks": "NCCL has no torch.int16",
-    "gloo_with_a_gpu_tensor": "a CUDA tensor in a gloo group",
-    "numpy_of_a_gpu_tensor": "device type tensor to numpy",
-    "array_of_a_gpu_tensor": "device type tensor to numpy",
-    "dlpack_of_a_gpu_tensor": "device type tensor to numpy",
-    "only_the_cpu_is_seeded": "other random numbers",
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
+RANK = int(os.environ.get("RANK", 0))
+SIZE = 1000
+Program = Callable[[], Any]
+
+
+def on_gpu(**options: Any) -> torch.Tensor:
+    return torch.ones(SIZE, **({"device": "cuda"} | options))
+
+
+def copy_to_cpu() -> torch.Tensor:
+    return on_gpu().to("cpu", non_blocking=True)
+
+
+def initialize(**device: Any) -> None:
+    dist.init_process_group("nccl", **device)
+
+
+ELSEWHERE = "Expected all tensors to be on the same device, but found cuda:"
+WITHOUT_GROUP: dict[str, tuple[Program, str]] = {  # errors before there is a group, with what their texts contain
+    "a group without a device": (initialize, "device_id=None, but the current device is cuda:"),
+    "a group of another device": (lambda: initialize(device_id=torch.device("cuda", 1 - RANK)), "current device is"),
 }
-RACES = {
-    "result_of_a_collective_before_it_is_there": "before: nccl allreduce_",
-    "sum_of_a_copy_that_is_not_there_yet": "the host reads without waiting",
-    "numpy_of_a_copy_that_is_not_there_yet": "the host reads without waiting",
-    "list_of_a_copy_that_is_not_there_yet": "the host reads without waiting",
-    "batch_overwritten_while_it_is_copied": "the host writes without waiting",
-    "stream_that_does_not_wait": "without waiting for stream 0: mul_",
-    "result_of_a_stream_that_was_not_waited_for": "stream 0 reads without waiting",
-    "memory_reused_while_a_stream_reads_it": "before: sum",
+ERRORS: dict[str, tuple[Program, str]] = {  # others
+    "a device that does not exist": (lambda: torch.cuda.set_device(8), "invalid device ordinal: 8"),
+    "tensors on two GPUs": (lambda: on_gpu(device="cuda:0") + on_gpu(device="cuda:1"), ELSEWHERE),
+    "tensors on GPU and CPU": (lambda: on_gpu() + torch.ones(SIZE), ELSEWHERE),
+    "a matrix product with the CPU": (lambda: on_gpu().view(10, 100) @ torch.ones(100, 2), ELSEWHERE),
+    "a CPU scalar for a list of tensors": (lambda: torch._foreach_mul_([on_gpu()], torch.tensor(2.0)), ELSEWHERE),
+    "a stack with a CPU scalar": (lambda: torch.stack([on_gpu().sum(), torch.tensor(2.0)]), ELSEWHERE),
+    "pinned GPU memory": (lambda: on_gpu(pin_memory=True), "only CPU tensors can be pinned"),
+    "numpy of a GPU tensor": (lambda: on_gpu().numpy(), ".numpy() is not supported"),
+    "an array of a GPU tensor": (lambda: np.asarray(on_gpu()), ".numpy() is not supported"),
+    "NCCL with a CPU tensor": (lambda: dist.all_reduce(torch.ones(SIZE)), "No backend type associated with"),
+    "NCCL with another GPU's tensor": (lambda: dist.all_reduce(on_gpu(device=f"cuda:{1 - RANK}")), "rank's GPU is"),
+    "NCCL with gaps": (lambda: dist.all_reduce(on_gpu().view(10, 100).t()[:2]), "Tensors must be contiguous"),
+    "NCCL with a type that it lacks": (lambda: dist.all_reduce(on_gpu(dtype=torch.int16)), "NCCL has no torch.int16"),
+    "gloo with a GPU tensor": (lambda: dist.all_reduce(on_gpu(), group=dist.new_group(backend="gloo")), "a gloo group"),
 }
-WAITS = {
-    "wait_of_item": "item()",
-    "wait_of_if": "item()",
-    "wait_of_cpu": "copy to the host",
-    "wait_of_tolist": "tolist()",
-    "wait_of_nonzero": "nonzero",
-    "wait_of_a_boolean_index": "index",
-    "wait_of_a_copy_from_pageable_memory": "copy to the device, from pageable memory",
-    "wait_of_a_query": "Event.query()",
-    "wait_of_synchronize": "torch.cuda.synchronize()",
-    "second_read_of_the_same_result": "item()",  # it waits once
+WAITS: dict[str, tuple[Program, str]] = {  # with how the report names the only wait
+    "item": (lambda: on_gpu().sum().item(), "item()"),
+    "if": (lambda: 1 if on_gpu().all() else 2, "item()"),
+    "cpu": (lambda: on_gpu().cpu(), "copy to the host"),
+    "tolist": (lambda: on_gpu().tolist(), "copy to the host"),
+    "nonzero": (lambda: on_gpu().nonzero(), "nonzero"),
+    "a boolean index": (lambda: on_gpu()[on_gpu() > 0], "index"),
+    "a copy from pageable memory": (
+        lambda: (on_gpu(), torch.ones(SIZE).to("cuda", non_blocking=True)),
+        "copy to the device, from pageable memory",
+    ),
+    "a query": (lambda: (on_gpu(), torch.cuda.current_stream().record_event().query()), "Event.query()"),
+    "synchronize": (lambda: (on_gpu(), torch.cuda.synchronize()), "torch.cuda.synchronize()"),
+    "a second read of the same result": (lambda: [total := on_gpu().sum(), total.item(), total.item()], "item()"),
 }
-NOTES = {
-    "group_without_device_id": "init_process_group('nccl') without device_id",
-    "cpu_scalar": "a CPU scalar with CUDA tensors",
+
+
+def use_collective_too_early() -> None:
+    tensor = on_gpu()
+    work = dist.all_reduce(tensor, async_op=True)
+    tensor.mul_(2)
+    work.wait()
+
+
+def overwrite_batch_while_it_is_copied() -> None:
+    batch = torch.ones(SIZE).pin_memory()
+    batch.to("cuda", non_blocking=True)
+    batch.zero_()
+
+
+def use_streams(first_waits: bool = True, second_waits: bool = True, recorded: bool = True) -> None:
+    """Another stream reads a tensor, which is freed. The first stream reuses its memory, and reads the result."""
+    tensor, first, second = on_gpu(), torch.cuda.current_stream(), torch.cuda.Stream()
+    if second_waits:
+        second.wait_stream(first)
+    with torch.cuda.stream(second):
+        total = tensor.sum()
+    if recorded:
+        tensor.record_stream(second)
+    del tensor
+    torch.zeros(SIZE, device="cuda")
+    if first_waits:
+        first.wait_event(second.record_event())
+    total.mul_(2)
+
+
+RACES: dict[str, tuple[Program, str]] = {  # with what the report's line contains
+    "result of a collective before it is there": (use_collective_too_early, "before: nccl allreduce_"),
+    "sum of a copy that is not there yet": (lambda: copy_to_cpu().sum(), "the host reads without waiting"),
+    "numpy of a copy that is not there yet": (lambda: copy_to_cpu().numpy(), "the host reads without waiting"),
+    "list of a copy that is not there yet": (lambda: copy_to_cpu().tolist(), "the host reads without waiting"),
+    "batch overwritten while it is copied": (overwrite_batch_while_it_is_copied, "the host writes without waiting"),
+    "a stream that does not wait": (lambda: use_streams(second_waits=False), "without waiting for stream 0: sum"),
+    "result of a stream": (lambda: use_streams(first_waits=False), "stream 0 writes without waiting for stream"),
+    "memory reused while a stream reads it": (lambda: use_streams(recorded=False), "before: sum"),
 }
-CORRECT = (
-    *("group_of_this_device", "assignment_of_a_slice_from_the_cpu", "correct_collectives", "copy_that_was_waited_for"),
-    *("streams_that_wait", "gradients_on_the_stream_of_the_forward_pass", "copy_from_pinned_memory"),
-    *("both_are_seeded", "ten_tensors_of_one_mebibyte"),
-)
+
+
+def call_collectives() -> None:
+    tensor = on_gpu()
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    dist.all_reduce(tensor)
+    assert tensor.eq(4).all()
+    gathered = torch.empty(2, device="cuda")
+    dist.all_gather_into_tensor(gathered, torch.full((1,), float(RANK), device="cuda"))
+    assert gathered.tolist() == [0.0, 1.0]
+    received = torch.empty(2, device="cuda")
+    dist.all_to_all_single(received, torch.tensor([RANK, RANK + 10.0]).cuda())
+    assert received.tolist() == ([0.0, 1.0] if RANK == 0 else [10.0, 11.0])
+    dist.all_reduce(torch.ones(2), group=dist.new_group(backend="gloo"))
+
+
+def wait_for_copy() -> None:
+    copy = copy_to_cpu()
+    torch.cuda.current_stream().synchronize()
+    assert copy.numpy().sum() == SIZE
+
+
+def backward_on_the_stream_of_the_forward_pass() -> None:  # autograd itself waits between streams
+    weight, side = on_gpu(requires_grad=True), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loss = (weight * 2).sum()
+    torch.cuda.current_stream().wait_stream(side)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.sum().item() == 2 * SIZE
+
+
+def draw_from(seed: Callable[[int], Any]) -> list[float]:
+    seed(1)
+    numbers: list[float] = torch.rand(4, device="cuda").tolist()
+    return numbers + torch.rand(4).tolist()
+
+
+def seed_both_generators() -> None:
+    assert draw_from(torch.manual_seed) == draw_from(torch.manual_seed)
+    assert draw_from(torch.default_generator.manual_seed) != draw_from(torch.default_generator.manual_seed)
+
+
+CORRECT: dict[str, tuple[Program, int]] = {  # with the number of waits
+    "a CPU scalar": (lambda: on_gpu() * torch.tensor(2.0), 0),
+    "a slice from the CPU": (lambda: on_gpu()[:2].copy_(torch.ones(2)), 1),
+    "collectives": (call_collectives, 3),
+    "a copy that was waited for": (wait_for_copy, 1),
+    "streams that wait": (use_streams, 0),
+    "autograd": (backward_on_the_stream_of_the_forward_pass, 1),
+    "a copy from pinned memory": (lambda: (on_gpu(), torch.ones(SIZE).pin_memory().to("cuda", non_blocking=True)), 0),
+    "random numbers": (seed_both_generators, 4),
+}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict[str, dict[str, Any]]]:
-    """What each function of planted_defects.py did, by rank."""
+    """What each program did, by rank."""
     require_fake_gpus()
-    folder = tmp_path_factory.mktemp("defects")
-    script = str(Path(__file__).with_name("planted_defects.py"))
-    with Job(str(ON_FAKE_GPUS), script, cwd=folder, DEFECTS=str(folder), PYTHONPATH=str(PROJECT / "tests")) as job:
+    folder = tmp_path_factory.mktemp("rules")
+    path = os.pathsep.join(map(str, (PROJECT, PROJECT / "tests")))
+    with Job(str(ON_FAKE_GPUS), __file__, cwd=folder, RESULTS=str(folder), PYTHONPATH=path) as job:
         done = job.finish()
     assert done.status == 0, done.err
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_every_planted_defect_is_expected_here(results):
-    assert {*ERRORS, *RACES, *WAITS, *NOTES, *CORRECT} == set(results[0])
-
-
-@pytest.mark.parametrize("defect", ERRORS)
-def test_an_operation_that_a_gpu_rejects_is_an_error(results, defect):
+@pytest.mark.parametrize("program", WITHOUT_GROUP | ERRORS)
+def test_an_operation_that_a_gpu_rejects_is_an_error(results, program):
     for rank in results:
-        assert ERRORS[defect] in str(rank[defect]["error"])
+        assert (WITHOUT_GROUP | ERRORS)[program][1] in str(rank[program]["error"])
 
 
-@pytest.mark.parametrize("defect", RACES)
-def test_accesses_without_an_order_are_a_race(results, defect):
+@pytest.mark.parametrize("program", RACES)
+def test_accesses_without_an_order_are_a_race(results, program):
     for rank in results:
-        assert rank[defect]["error"] is None
-        assert any(RACES[defect] in race for race in rank[defect]["races"]), rank[defect]
+        assert rank[program]["error"] is None
+        assert any(RACES[program][1] in race for race in rank[program]["races"]), rank[program]
 
 
-@pytest.mark.parametrize("defect", WAITS)
-def test_a_wait_of_the_host_is_counted_with_its_line(results, defect):
+@pytest.mark.parametrize("program", WAITS)
+def test_a_wait_of_the_host_is_counted_with_its_line(results, program):
     for rank in results:
-        found = rank[defect]
+        found = rank[program]
         assert found["error"] is None
         assert list(found["waits"].values()) == [1], found["waits"]
-        (wait,) = found["waits"]
-        assert wait.startswith(f"{WAITS[defect]} at fake_cuda/planted_races.py:")
-        assert 0 < int(wait.split(":")[-1]) - found["line"] < 8
-
-
-@pytest.mark.parametrize("defect", NOTES)
-def test_each_note_is_reported(results, defect):
-    for rank in results:
-        assert rank[defect]["error"] is None
-        assert any(NOTES[defect] in note for note in rank[defect]["notes"])
+        reason, line = next(iter(found["waits"])).rsplit(":", 1)
+        assert reason == f"{WAITS[program][1]} at fake_cuda/test_rules.py"
+        assert int(line) == found["line"]
 
 
 @pytest.mark.parametrize("program", CORRECT)
@@ -115,11 +214,25 @@ def test_a_correct_program_has_neither_errors_nor_races(results, program):
     for rank in results:
         assert rank[program]["error"] is None
         assert rank[program]["races"] == {}
+        assert sum(rank[program]["waits"].values()) == CORRECT[program][1], rank[program]["waits"]
 
 
-@pytest.mark.parametrize("program", [name for name in (*CORRECT, *NOTES) if "collectives" not in name])
-def test_a_program_that_reads_no_result_does_not_wait(results, program):
-    reads = {"copy_that_was_waited_for": 1, "streams_that_wait": 1, "gradients_on_the_stream_of_the_forward_pass": 1}
-    seeded = {"both_are_seeded": 2, "assignment_of_a_slice_from_the_cpu": 1}  # pageable memory
-    for rank in results:
-        assert sum(rank[program]["waits"].values()) == (reads | seeded).get(program, 0), rank[program]["waits"]
+def run(program: Program) -> dict[str, Any]:
+    """Run a program. Return what it raised, and the report."""
+    torch.cuda.synchronize()
+    torch.cuda.set_device(RANK)
+    REPORT.clear()
+    error = None
+    try:
+        program()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"error": error, "line": program.__code__.co_firstlineno} | copy.deepcopy(vars(REPORT))
+
+
+if __name__ == "__main__":
+    found = {name: run(program) for name, (program, _) in WITHOUT_GROUP.items()}
+    initialize(device_id=torch.device("cuda", RANK))
+    found |= {name: run(program) for name, (program, _) in (ERRORS | WAITS | RACES | CORRECT).items()}
+    (Path(os.environ["RESULTS"]) / f"{RANK}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()

@@ -263,7 +263,7 @@ class Outcome:
         problem: the exception's type and text; None if the run finished.
         out: what rank 0 printed.
         inspection: `ddp`, its plain attributes, and `changes` in config and tokenizer, each (before, after).
-        reports: on fake GPUs, what `fake_cuda.report.Report.as_dict` returned on each rank.
+        reports: on fake GPUs, the attributes of `fake_cuda.report.Report` on each rank.
     """
 
     problem: str | None

@@ -83,7 +83,7 @@ def train(run: dict[str, Any], world: World) -> dict[str, Any]:
     except Exception as raised:
         problem = f"{type(raised).__name__}: {raised}"
     gc.collect()  # a DDP module must not outlive the process group
-    reports = all_gather_object(REPORT.as_dict(), world) if world.device.type == "cuda" else []
+    reports = all_gather_object(vars(REPORT), world) if world.device.type == "cuda" else []
     return {"problem": problem, "out": out.getvalue(), "inspection": inspection, "reports": reports}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.architectures import write_model
-from helpers.jobs import (
-    ON_FAKE_GPUS,
-    Job,
-    Outcome,
-    TrainingRun,
-    require_fake_gpus,
-    run_many,
-    write_subset,
-)
+from helpers.jobs import ON_FAKE_GPUS, Job, Outcome, TrainingRun, require_fake_gpus, run_many, write_subset
 
 from app.runs.hashes import hash_run
 
@@ -56,33 +48,10 @@ def in_buckets(path: str, *flags: str, **options: Any) -> TrainingRun:
     return TrainingRun(path, [*FLAGS, *QUIET, "--model=tiny-bert", "--ddp_bucket_cap_mb=1", *flags], **options)
 
 
-def counted(path: str, strategy: str, model: str) -> tuple[str, str]:
-    """Return the names of two runs, of which the second has two logging intervals more."""
-    return f"{'fp32' if model == 'bert' else model}-{path}-{strategy}", f"long_{model}-{path}-{strategy}"
-
-
-def more_steps(path: str, strategy: str, model: str) -> dict[str, TrainingRun]:
-    """Return the second of these runs, and the first one if the model is not that of the other tests."""
-    short, long = counted(path, strategy, model)
-    flags = [*FLAGS, *QUIET, f"--strategy={strategy}", f"--model={model}"]
-    runs = {long: TrainingRun(path, [*flags, f"--max_steps={4 + 2 * LOGGING_STEPS}"])}
-    return runs if model == "bert" else runs | {short: TrainingRun(path, flags)}
-
-
 # What comes before the first "-" in a run's name is its group. All runs of a group have the same bits.
-FAST = {
-    "fp32-ddp_loop-ddp": run("ddp_loop"),
-    "fp32-trainer_run-zero3": run("trainer_run", "--strategy=zero3"),
-    "fp32-offload": run("ddp_loop", *OFFLOAD),
-    "bf16_hook-2": run("ddp_loop", "--ddp_comm_hook=bf16"),
-}
-FAST_COUNTED = [("ddp_loop", "ddp", "bert")]
-TWO_RANKS = {
-    f"fp32-{path}-{name}": run(path, f"--strategy={name}")
-    for path, name in product(PATHS, STRATEGIES)
-    if f"fp32-{path}-{name}" not in FAST
-}
+TWO_RANKS = {f"fp32-{path}-{name}": run(path, f"--strategy={name}") for path, name in product(PATHS, STRATEGIES)}
 TWO_RANKS |= {
+    "fp32-offload": run("ddp_loop", *OFFLOAD),
     "fp32-trainer-offload": run("trainer_run", *OFFLOAD),
     "fp32-checkpointing": run("ddp_loop", "--activation_checkpointing", "--strategy=zero3"),
     "fp32-trainer-checkpointing": run("trainer_run", "--activation_checkpointing"),
@@ -97,8 +66,9 @@ TWO_RANKS |= {
     "fp16-trainer-offload": run("trainer_run", "--precision=fp16", *OFFLOAD),
     "accumulation-ddp": run("ddp_loop", "--gradient_accumulation_steps=2"),
     "accumulation-trainer": run("trainer_run", "--gradient_accumulation_steps=2", "--strategy=zero2"),
-    "fp16_hook-2": run("ddp_loop", "--ddp_comm_hook=fp16"),
+    "bf16_hook-2": run("ddp_loop", "--ddp_comm_hook=bf16"),
     "bf16_hook-trainer": run("trainer_run", "--ddp_comm_hook=bf16", "--strategy=zero1"),
+    "fp16_hook-2": run("ddp_loop", "--ddp_comm_hook=fp16"),
     "power_sgd-2": run("ddp_loop", "--ddp_comm_hook=power_sgd", "--logical_ranks=2"),
     "power_sgd-trainer": run("trainer_run", "--ddp_comm_hook=power_sgd", "--logical_ranks=2"),
     "saved-ddp_loop": saved("ddp_loop", "--strategy=zero3"),
@@ -107,6 +77,15 @@ TWO_RANKS |= {
     "saved-resumed-trainer": resumed("trainer_run", "--strategy=zero1"),
     "buckets-2": in_buckets("ddp_loop"),
     "bf16_hook_buckets-2": in_buckets("ddp_loop", "--ddp_comm_hook=bf16"),
+}
+# Two logging intervals longer than those above, or than runs of the same model, to count how often the host waits.
+LONGER = f"--max_steps={4 + 2 * LOGGING_STEPS}"
+TWO_RANKS |= {
+    f"long_fp32-{path}-{name}": run(path, f"--strategy={name}", LONGER) for path, name in product(PATHS, STRATEGIES)
+}
+TWO_RANKS |= {
+    f"{length}{model}-1": TrainingRun("ddp_loop", [*FLAGS, *QUIET, f"--model={model}", *flags])
+    for model, (length, flags) in product(WAITING_MODELS, {"": [], "long_": [LONGER]}.items())
 }
 ONE_RANK = {
     "fp32-1": run("ddp_loop", "--deterministic"),
@@ -137,194 +116,113 @@ TF32 = {
     "tf32-zero3": run("ddp_loop", "--tf32", "--strategy=zero3"),
     "tf32-trainer": run("trainer_run", "--tf32"),
 }
-# A deliberate bug, and how it shows.
-FAST_BUGS = {"norm_on_the_cpu": (run("ddp_loop", *OFFLOAD), "error")}
 BUGS = {
-    "exchange_that_does_not_wait": (in_buckets("ddp_loop"), "race"),
-    "memory_that_is_not_recorded": (in_buckets("ddp_loop", "--ddp_comm_hook=bf16"), "race"),
+    "exchange_that_does_not_wait": in_buckets("ddp_loop"),
+    "memory_that_is_not_recorded": in_buckets("ddp_loop", "--ddp_comm_hook=bf16"),
+    "norm_on_the_cpu": run("ddp_loop", *OFFLOAD),
 }
-SLOW_COUNTED = [
-    *((path, strategy, "bert") for path, strategy in product(PATHS, STRATEGIES)),
-    *(("ddp_loop", "ddp", model) for model in WAITING_MODELS),
-]
-SLOW_COUNTED.remove(*FAST_COUNTED)
-GROUPS = sorted({name.partition("-")[0] for name in (*FAST, *TWO_RANKS, *ONE_RANK, *FOUR_RANKS, *TF32)})
-
-
-class Jobs:
-    """The folder of all runs, and the outcomes of those that have been trained."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.outcomes: dict[str, Outcome] = {}
-
-    def train(self, runs: Mapping[str, TrainingRun], **options: Any) -> None:
-        self.outcomes |= run_many(self.folder, runs, fake_gpus=True, **options)
-
-
-def buggy(bugs: Mapping[str, tuple[TrainingRun, str]]) -> dict[str, TrainingRun]:
-    return {name: replace(run, mutation=name) for name, (run, _) in bugs.items()}
 
 
 @pytest.fixture(scope="module")
-def fast(hotel_csv, tmp_path_factory) -> Jobs:
-    """One short job of two ranks."""
+def folder(hotel_csv, tmp_path_factory) -> Path:
+    """The folder of all runs, with reviews and models."""
     require_fake_gpus()
     folder = tmp_path_factory.mktemp("fake-gpus")
     write_subset(hotel_csv, folder / "reviews.csv", 120)
     for model in ("bert", *WAITING_MODELS):
         write_model(folder / model, model)
-    jobs = Jobs(folder)
-    runs = FAST | buggy(FAST_BUGS)
-    for case in FAST_COUNTED:
-        runs |= more_steps(*case)
-    jobs.train(runs)
-    return jobs
+    return folder
 
 
 @pytest.fixture(scope="module")
-def two_ranks(fast) -> Jobs:
-    runs = dict(TWO_RANKS)
-    for case in SLOW_COUNTED:
-        runs |= more_steps(*case)
-    fast.train(runs)
-    return fast
+def two_ranks(folder) -> dict[str, Outcome]:
+    """The outcomes of the first job, of which others resume runs."""
+    return run_many(folder, TWO_RANKS, fake_gpus=True)
 
 
 @pytest.fixture(scope="module")
-def one_rank(two_ranks) -> Jobs:
-    two_ranks.train(ONE_RANK, ranks=0, job_flags=["--deterministic"])
-    return two_ranks
+def bugs(folder) -> dict[str, Outcome]:
+    runs = {name: replace(run, mutation=name) for name, run in BUGS.items()}
+    return run_many(folder, runs, fake_gpus=True, ranks=4)
 
 
-@pytest.fixture(scope="module")
-def four_ranks(two_ranks) -> Jobs:
-    two_ranks.train(FOUR_RANKS | buggy(BUGS), ranks=4)
-    return two_ranks
-
-
-@pytest.fixture(scope="module")
-def two_nodes(two_ranks) -> Jobs:
-    two_ranks.train(TWO_NODES, ranks=4, RANKS_PER_NODE="2")
-    return two_ranks
-
-
-def check(jobs: Jobs, names: Iterable[str]) -> None:
+def check(folder: Path, outcomes: Mapping[str, Outcome]) -> None:
     """Assert that runs have neither errors nor races, and that those of a group have the same bits."""
-    outcomes = {name: jobs.outcomes[name] for name in names}
     problems = {name: one.problem for name, one in outcomes.items() if one.problem is not None}
     assert not problems, problems
     races = {name: race for name, one in outcomes.items() for report in one.reports for race in report["races"]}
     assert not races, races
     assert all(report["kernels"] for one in outcomes.values() for report in one.reports)
-
-
-def check_bits(jobs: Jobs) -> None:
-    """Assert that all runs of a group so far have the same bits."""
     hashes: dict[str, dict[str, str]] = {}
-    for name, outcome in jobs.outcomes.items():
-        group = name.partition("-")[0]
-        if group in GROUPS and outcome.problem is None:
-            hashes.setdefault(group, {})[name] = hash_run(jobs.folder / name)
+    for name in outcomes:
+        hashes.setdefault(name.partition("-")[0], {})[name] = hash_run(folder / name)
     different = {group: runs for group, runs in hashes.items() if len(set(runs.values())) > 1}
     assert not different, different
 
 
-def check_waits(jobs: Jobs, path: str, strategy: str, model: str) -> None:
-    """Assert that two logging intervals make the host wait once each, or for each micro-batch if the model waits."""
-    runs = counted(path, strategy, model)
-    assert [jobs.outcomes[name].problem for name in runs] == [None, None]
-    short, long = (Counter(jobs.outcomes[name].reports[0]["waits"]) for name in runs)
-    assert (long - short).total() <= 2 + MICRO_BATCHES * (model in WAITING_MODELS), long - short
+def test_all_strategies_precisions_and_hooks_train_without_errors_and_races(folder, two_ranks):
+    check(folder, two_ranks)
 
 
-def test_both_paths_train_without_errors_and_races(fast):
-    check(fast, FAST)
-    check_bits(fast)
+def test_one_rank_trains_the_same_bits_with_deterministic_algorithms(folder, two_ranks):
+    check(folder, two_ranks | run_many(folder, ONE_RANK, ranks=0, fake_gpus=True, job_flags=["--deterministic"]))
 
 
-@pytest.mark.parametrize("case", FAST_COUNTED, ids="-".join)
-def test_the_host_waits_once_per_logging_interval(fast, case):
-    check_waits(fast, *case)
+def test_four_ranks_train_the_same_bits(folder, two_ranks):
+    check(folder, two_ranks | run_many(folder, FOUR_RANKS, ranks=4, fake_gpus=True))
 
 
-@pytest.mark.parametrize("bug", FAST_BUGS)
-def test_a_deliberate_bug_is_detected(fast, bug):
-    assert shows(fast.outcomes[bug], FAST_BUGS[bug][1])
+def test_two_nodes_of_two_ranks_train_the_same_bits(folder, two_ranks):
+    outcomes = run_many(folder, TWO_NODES, ranks=4, fake_gpus=True, RANKS_PER_NODE="2")
+    check(folder, two_ranks | outcomes)
+    notes = {note for report in outcomes["buckets-nodes"].reports for note in report["notes"]}
+    assert any(note.endswith(" in a group of 2") for note in notes), notes
 
 
-def assert_never_complete(jobs: Jobs, sharded: Iterable[str], complete: Iterable[str]) -> None:
-    """Assert which runs have placed the complete model on a GPU, for which it may be too large."""
-    moved = {
-        name: [note for report in jobs.outcomes[name].reports for note in report["notes"] if "moved at once" in note]
-        for name in (*sharded, *complete)
-    }
-    assert {name for name, notes in moved.items() if notes} == set(complete), moved
-
-
-def test_zero3_never_places_the_complete_model_on_a_gpu(fast):
-    assert_never_complete(fast, ["fp32-trainer_run-zero3", "fp32-offload"], ["fp32-ddp_loop-ddp"])
-
-
-def shows(outcome: Outcome, how: str) -> bool:
-    if how == "error":
-        return "FakeCudaError" in str(outcome.problem)
-    return outcome.problem is None and all(report["races"] for report in outcome.reports)
-
-
-def test_all_strategies_precisions_and_hooks_train_without_errors_and_races(two_ranks):
-    check(two_ranks, TWO_RANKS)
-    check_bits(two_ranks)
-
-
-@pytest.mark.parametrize("case", SLOW_COUNTED, ids="-".join)
-def test_the_host_waits_once_per_logging_interval_with_each_strategy(two_ranks, case):
-    check_waits(two_ranks, *case)
-
-
-def test_one_rank_trains_the_same_bits_with_deterministic_algorithms(one_rank):
-    check(one_rank, ONE_RANK)
-    check_bits(one_rank)
-
-
-def test_four_ranks_train_the_same_bits(four_ranks):
-    check(four_ranks, FOUR_RANKS)
-    check_bits(four_ranks)
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_deliberate_bug_of_four_ranks_is_detected(four_ranks, bug):
-    assert shows(four_ranks.outcomes[bug], BUGS[bug][1])
-
-
-def test_two_nodes_of_two_ranks_train_the_same_bits(two_nodes):
-    check(two_nodes, TWO_NODES)
-    check_bits(two_nodes)
-    groups = {note for report in two_nodes.outcomes["buckets-nodes"].reports for note in report["notes"]}
-    assert any(note.endswith(" in a group of 2") for note in groups), groups
-
-
-def test_both_paths_multiply_in_tf32_on_request_and_record_it(two_ranks):
-    two_ranks.train(TF32, job_flags=["--tf32"])
-    check(two_ranks, TF32)
-    check_bits(two_ranks)
+def test_both_paths_multiply_in_tf32_on_request_and_record_it(folder, two_ranks):
+    check(folder, run_many(folder, TF32, fake_gpus=True, job_flags=["--tf32"]))
     used = {
-        name: json.loads((two_ranks.folder / name / "settings.json").read_text())["kernels"]["fp32_matmul_precision"]
+        name: json.loads((folder / name / "settings.json").read_text())["kernels"]["fp32_matmul_precision"]
         for name in (*TF32, "fp32-ddp_loop-ddp", "fp32-trainer_run-ddp")
     }
     assert used == {name: "high" if name in TF32 else "highest" for name in used}
 
 
-def test_the_laboratory_measures_without_errors_and_races(fast):
+@pytest.mark.parametrize("name", [name.removeprefix("long_") for name in TWO_RANKS if name.startswith("long_")])
+def test_the_host_waits_once_per_logging_interval(two_ranks, name):
+    short, long = (two_ranks[run].reports[0]["waits"] for run in (name, f"long_{name}"))
+    more = Counter(long) - Counter(short)
+    expected = 2 + MICRO_BATCHES * name.startswith(WAITING_MODELS)
+    assert more.total() <= expected, more
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_deliberate_bug_is_detected(bugs, bug):
+    outcome = bugs[bug]
+    if bug == "norm_on_the_cpu":
+        assert "FakeCudaError" in str(outcome.problem)
+    else:
+        assert outcome.problem is None
+        assert all(report["races"] for report in outcome.reports)
+
+
+def test_only_zero3_never_places_the_complete_model_on_a_gpu(two_ranks):
+    moved = {
+        name: any("moved at once" in note for report in two_ranks[name].reports for note in report["notes"])
+        for name in ("fp32-ddp_loop-ddp", "fp32-ddp_loop-zero3", "fp32-trainer_run-zero3", "fp32-offload")
+    }
+    assert [name for name, notes in moved.items() if notes] == ["fp32-ddp_loop-ddp"]
+
+
+def test_the_laboratory_measures_without_errors_and_races(folder):
     flags = ["--threads=1", "--disable_tqdm", "--output_dir=laboratory", "--seconds_per_point=0.001"]
     flags += ["--csv=reviews.csv", "--max_length=16", "--train_batch_size=8", "--model=bert"]
     flags += ["--sections", "breakdown", "no_sync", "compression"]  # the others train in the same way
     command = [ON_FAKE_GPUS, "--report=reports", "app.bench.communication", *flags]
-    with Job(*map(str, command), cwd=fast.folder) as job:
+    with Job(*map(str, command), cwd=folder) as job:
         done = job.finish()
     assert done.status == 0, done.err
     for rank in range(2):
-        report = json.loads((fast.folder / "reports" / f"report-{rank}.json").read_text())
+        report = json.loads((folder / "reports" / f"report-{rank}.json").read_text())
         assert report["races"] == {}
         assert any(note.startswith("nccl ") for note in report["notes"])
-        assert not any("without device_id" in note for note in report["notes"])
