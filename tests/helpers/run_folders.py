@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from safetensors.numpy import save_file
 
 from app.data.split import split_reviews
 from app.runs.csv_escape import escape
-from app.runs.schema import (
-    EVALUATIONS,
-    METRICS,
-    MODEL,
-    MODEL_FOLDER,
-    PREDICTIONS,
-    SETTINGS,
-    SPLIT,
-    STEPS,
-    prediction_columns,
-)
+from app.runs.schema import EVALUATIONS, METRICS, MODEL, MODEL_FOLDER, PREDICTIONS, SETTINGS, SPLIT, STEPS
 from helpers.reviews import read_reviews
+
+DEFAULTS = {"text_column": "review", "label_column": "label", "test_size": 0.25, "validation_size": 0.0, "seed": 42}
+DEFAULTS |= {"learning_rate": 1e-3, "world_size": 2, "devices": ["cpu", "cpu"], "versions": {"python": "3.11"}}
 
 
 def write_run(
-    folder: Path,
-    reviews: Path,
-    *,
-    path: str = "ddp_loop",
-    rng_seed: int = 0,
-    steps: int = 12,
-    **settings: Any,
+    folder: Path, reviews: Path, *, path: str = "ddp_loop", rng_seed: int = 0, steps: int = 12, **settings: Any
 ) -> Path:
     """Write the folder of a run.
 
@@ -42,25 +29,10 @@ def write_run(
         rng_seed: the seed of losses, probabilities and weights; runs with the same seed are equal.
     """
     draw = np.random.default_rng(rng_seed)
-    settings = {
-        "csv": str(reviews),
-        "text_column": "review",
-        "label_column": "label",
-        "test_size": 0.25,
-        "validation_size": 0.0,
-        "cache_dir": str(folder.parent / "cache"),
-        "learning_rate": 1e-3,
-        "seed": 42,
-        "path": path,
-        "world_size": 2,
-        "devices": ["cpu", "cpu"],
-        "versions": {"python": "3.11"},
-    } | settings
+    settings = DEFAULTS | {"csv": str(reviews), "cache_dir": str(folder.parent / "cache"), "path": path} | settings
     table = read_reviews(reviews, settings["text_column"], settings["label_column"])
-    split = split_reviews(
-        table, test_size=settings["test_size"], validation_size=settings["validation_size"], seed=settings["seed"]
-    )
-    names, labels = list(table.class_names), table.labels[split.test]
+    split = split_reviews(table, **{name: settings[name] for name in ("test_size", "validation_size", "seed")})
+    names, labels = np.array(table.class_names, dtype=object), table.labels[split.test]
     n = len(labels)
     logits = draw.normal(size=(n, len(names))) + 1.5 * np.eye(len(names))[labels]
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -68,17 +40,8 @@ def write_run(
 
     (folder / MODEL_FOLDER).mkdir(parents=True)
     write_json(folder / SETTINGS.name, settings)
-    write_json(
-        folder / SPLIT.name,
-        {
-            "csv": reviews.name,
-            "classes": names,
-            "n_test": n,
-            "seed": settings["seed"],
-            "fingerprint": split.fingerprint,
-            "csv_escape": "'",
-        },
-    )
+    of_split = {"csv": reviews.name, "classes": names.tolist(), "n_test": n, "seed": settings["seed"]}
+    write_json(folder / SPLIT.name, of_split | {"fingerprint": split.fingerprint, "csv_escape": "'"})
     losses, norms = 0.7 * draw.uniform(0.5, 1, steps), draw.uniform(1, 2, steps)
     lines = [
         {"step": step, "epoch": step / steps, "loss": loss, "grad_norm": norm, "learning_rate": 1e-3}
@@ -91,13 +54,13 @@ def write_run(
     (folder / EVALUATIONS.name).write_text(json.dumps(evaluation) + "\n")
     speed = {"train_seconds": 2.0, "train_examples_per_second": 160.0, "peak_memory_bytes": [2**28, 2**28]}
     write_json(folder / METRICS.name, metrics | {"n_test": n} | speed)
-    with (folder / PREDICTIONS).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(map(escape, prediction_columns(names)))
-        for i, position in enumerate(split.test):
-            numbers = map(repr, probabilities[i].tolist())
-            words = [escape(text) for text in (names[labels[i]], names[predicted[i]], table.texts.iloc[position])]
-            writer.writerow([table.rows[position], *words[:2], *numbers, words[2]])
+    predictions = {"row": np.asarray(table.rows)[split.test], "label": names[labels], "predicted": names[predicted]}
+    predictions |= {f"probability_{name}": probabilities[:, i] for i, name in enumerate(names)}
+    predictions["review"] = table.texts.iloc[split.test].to_numpy()
+    cells = pd.DataFrame({escape(name): column for name, column in predictions.items()})
+    for name in ("label", "predicted", "review"):
+        cells[name] = cells[name].map(escape)
+    cells.to_csv(folder / PREDICTIONS, index=False)
     weights = {"layer.weight": draw.normal(size=(3, 4)).astype(np.float32), "layer.bias": np.zeros(3, np.float32)}
     save_file(weights, folder / MODEL_FOLDER / MODEL, {"format": "pt"})
     return folder
@@ -108,6 +71,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def edit_json(file: Path, **changes: Any) -> None:
+    """Change values in a JSON file."""
     write_json(file, json.loads(file.read_text("utf-8")) | changes)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plans import Shapes, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
+from plan.plans import Shapes, plan_of
 from torch import nn
 
 from app.distributed.world import Topology

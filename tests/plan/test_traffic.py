@@ -1,7 +1,7 @@
 """The predicted collectives of a training step are those that it calls, with the same number of bytes.
 
-Here a step runs on one of several ranks, without the others: nothing is sent. tests/launched/test_traffic.py starts
-real ranks.
+A step runs on one of several ranks, without the others: nothing is sent. tests/launched/test_commands.py starts real
+ranks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.marks import slow_after
-from helpers.plans import Shapes, plan_of
-from helpers.traffic import MODELS, Step
 from helpers.worlds import process_group_of
 from hypothesis import given
 from hypothesis import strategies as st
+from plan.plans import Shapes, plan_of
+from plan.steps import MODELS, Step
 from torch import nn
 
 from app.bench.traffic import Counts
@@ -71,7 +71,7 @@ def test_any_settings(strategy, changes):
     check(Step("uneven", strategy, ranks=3, accumulation=2, changes=changes))
 
 
-# PowerSGD uses the results of its collectives, so it needs all ranks: tests/launched/count_traffic.py starts two.
+# PowerSGD uses the results of its collectives, so it needs all ranks: tests/launched/test_commands.py starts two.
 @pytest.mark.parametrize(
     ("hook", "ranks", "strategy"),
     [("fp16", 1, "ddp"), ("fp16", 2, "zero1"), ("fp16", 3, "ddp"), ("bf16", 3, "zero1"), ("power_sgd", 1, "ddp")],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from html.parser import HTMLParser
 
 import numpy as np
 import pandas as pd
 import pytest
-from helpers.html_page import Page
 
 from app.common.formats import markdown_cell
 from app.report.comparison import compare_runs, compare_seeds
@@ -16,6 +16,24 @@ from app.report.render import as_html, as_markdown, write_comparison
 
 SCRIPT = "<script>document.title='ran'</script>"
 IMAGE = "<img src=x onerror=\"document.title='ran'\">"
+
+
+class Page(HTMLParser):
+    """The tags, the attributes and the text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers.architectures import CONFIGS, SMALL
+from helpers.worlds import batch_plan
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -27,8 +29,6 @@ from app.plan.step import plan_step
 from app.plan.traffic import plan_traffic
 from app.settings import Settings
 from app.training.build import select_strategy
-from helpers.architectures import CONFIGS, SMALL
-from helpers.worlds import batch_plan
 
 LENGTH = 8
 MODELS: dict[str, PreTrainedConfig] = CONFIGS | {

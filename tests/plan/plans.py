@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers.worlds import batch_plan
 from torch import nn
 
 from app.distributed.world import Topology
 from app.plan.empty_model import MicroBatch
 from app.plan.step import Plan
 from app.settings import Settings
-from helpers.worlds import batch_plan
 
 
 class Block(nn.ParameterList):
