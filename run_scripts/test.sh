@@ -3,7 +3,7 @@
 #
 #     bash run_scripts/test.sh                          # without the slow tests
 #     bash run_scripts/test.sh -m "slow or not slow"    # all tests
-#     bash run_scripts/test.sh -n 0 tests/launched/test_parity.py
+#     bash run_scripts/test.sh -n 0 tests/launched/test_laws.py
 #
 # Further arguments are pytest's.
 set -euo pipefail

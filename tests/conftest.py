@@ -13,8 +13,8 @@ import hypothesis
 import pytest
 import torch
 from helpers.jobs import LIMIT, SAMPLE_CSV, Finished, Job, Outcome, find_real_csv, in_ci, unavailable, write_reviews
-from helpers.shared_jobs import SharedJobs
-from helpers.two_nodes import connected_nodes
+from launched.shared_jobs import SharedJobs
+from launched.two_nodes import connected_nodes
 
 from app.distributed.preemption import SIGNALS
 from app.distributed.process_group import join

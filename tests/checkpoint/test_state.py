@@ -3,24 +3,97 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.training_states import new_state, train
 from helpers.worlds import batch_plan, process_group_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from app.checkpoint.state import TrainingState
+from app.checkpoint.state import TrainingState, load_tensors, save_shard
 from app.common.errors import UserError
 from app.distributed.world import World
+from app.model.dropout import seed_generators
 from app.runs.schema import SCHEDULE, SHARDS
 from app.settings import Settings
-from app.strategies.ddp import DDPStrategy
 from app.strategies.optimization import LossScale, Optimization
+from app.training.build import select_strategy
+
+Layout = tuple[str, int]  # a strategy and a number of ranks
+
+
+class ModelConfig(PreTrainedConfig):
+    model_type = "state-test"
+
+
+class Model(PreTrainedModel):
+    """Two tied matrices, dropout, buffers, a parameter with fewer rows than ranks, and one that is not used."""
+
+    config_class = ModelConfig
+
+    def __init__(self) -> None:
+        super().__init__(ModelConfig())
+        self.into, self.out, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(3, 5)
+        self.out.weight = self.into.weight
+        self.classes = nn.Linear(6, 2)
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(7))
+        self.register_buffer("temporary", torch.zeros(4), persistent=False)
+        self.post_init()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.mean += x.mean()
+        return self.classes(self.out(self.dropout(self.into(x)))).square().mean()
+
+
+@dataclass(frozen=True)
+class Training(TrainingState):
+    """What a checkpoint saves, and the module whose forward and backward passes change it."""
+
+    wrapped: nn.Module
+
+
+def new_state(layout: Layout, world: World, seed: int, dtype: torch.dtype = torch.float32) -> Training:
+    torch.manual_seed(seed)
+    settings = Settings(strategy=layout[0], ddp_find_unused_parameters=True, precision="fp16")  # with a loss scale
+    strategy = select_strategy(settings, batch_plan(layout[1]), world)
+    model = Model().to(dtype)
+    for buffer in (model.mean, model.temporary):
+        buffer.fill_(seed)
+    wrapped = strategy.wrap(model)
+    parameters = list(wrapped.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = strategy.build_optimizer(groups, lr=1e-2, fused=True)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, strategy.plan, world))
+    return Training(model, optimization, strategy, world, wrapped)
+
+
+def train(training: Training, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        seed_generators(42, step, 0)
+        x = torch.randn(4, 6, dtype=training.model.mean.dtype)
+        with training.strategy.accumulate(training.wrapped, 0):
+            loss = training.wrapped(x)
+            loss.backward()
+        training.optimization.optimizer.step()
+        training.optimization.scheduler.step()
+        training.optimization.optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
 
 # ---- one rank: training resumes --------------------------------------------------------------------------------------
 
@@ -76,28 +149,51 @@ def test_the_files_are_tensors_and_numbers_neither_code_nor_random_states(saved)
     assert "lr_lambdas" not in content["schedule"]
 
 
-def test_a_parameter_that_is_not_contiguous_is_saved_and_loaded(tmp_path):
-    def new(seed: int, world: World) -> TrainingState:
-        torch.manual_seed(seed)
-        model = nn.Module()
-        model.register_parameter("scale", nn.Parameter(torch.randn(3, 2).t()))
-        optimizer = torch.optim.AdamW(model.parameters())
-        model.scale.square().sum().backward()
-        optimizer.step()
-        scheduler, strategy = LambdaLR(optimizer, lambda step: 1.0), DDPStrategy(Settings(), batch_plan(), world)
-        optimization = Optimization(optimizer, scheduler, LossScale("fp32", strategy.plan, world))
-        return TrainingState(model, optimization, strategy, world)
+def test_a_tensor_that_is_not_contiguous_is_saved_and_loaded(tmp_path):
+    before, after = torch.randn(3, 2).t(), torch.zeros(3, 2).t()
+    save_shard(tmp_path / SHARDS.format(rank=0, size=1), {"model.scale": before})
+    load_tensors(tmp_path, {"model.scale": after})
+    assert torch.equal(after, before)
 
-    with process_group_of(0, 1) as world:
-        before, after = new(0, world), new(1, world)
-        before.save(tmp_path)
-        after.load(tmp_path)
-    assert torch.equal(after.model.scale, before.model.scale)
-    assert after.model.scale.stride() == (1, 2)
-    for key, value in before.optimization.optimizer.state[before.model.scale].items():
-        loaded = after.optimization.optimizer.state[after.model.scale][key]
-        assert torch.equal(loaded, value)
-        assert loaded.stride() == value.stride()
+
+# ---- several ranks: a state moves between layouts -------------------------------------------------------------------
+
+# Each is loaded from the files of the one before. 7 ranks are more than a parameter has rows.
+LAYOUTS: list[Layout] = [("zero3", 7), ("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 4), ("zero1", 2), ("zero2", 3)]
+LAYOUTS += [("zero3", 3), ("zero1", 3), ("zero3", 4), ("ddp", 1)]
+
+
+def test_a_state_is_the_same_after_any_strategies_and_numbers_of_ranks(tmp_path):
+    """Loading and saving send nothing, so the ranks can do it one after another."""
+    with process_group_of(0, 1) as world:  # in fp64, so that a value that is rounded on the way is noticed
+        training = new_state(("ddp", 1), world, seed=0, dtype=torch.float64)
+        train(training, 0, 3)
+        training.optimization.loss_scale.value.fill_(2.0**-7)
+        training.save(tmp_path)
+    expected, schedule = load_file(tmp_path / SHARDS.format(rank=0, size=1)), (tmp_path / SCHEDULE).read_text()
+    # A thread for each rank: DTensor caches the rows of a rank by its mesh, which differs between threads.
+    threads = [ThreadPoolExecutor(1) for _ in range(7)]
+
+    def load_and_save(rank: int, layout: Layout, source: Path, target: Path) -> Path:
+        with process_group_of(rank, layout[1]) as world:
+            state = new_state(layout, world, seed=rank + 100, dtype=torch.float64)
+            state.load(source)
+            return target / state.save(target)[0]
+
+    source = tmp_path
+    for number, layout in enumerate(LAYOUTS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for rank in range(layout[1]):
+            written = threads[rank].submit(load_and_save, rank, layout, source, folder).result()
+            if layout == ("zero3", 4):  # no rank writes more than its part
+                assert written.stat().st_size < 4000 + sum(tensor.nbytes for tensor in expected.values()) / 2
+        assert (folder / SCHEDULE).read_text() == schedule
+        source = folder
+    found = load_file(source / SHARDS.format(rank=0, size=1))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 # ---- what is not a checkpoint of this model -------------------------------------------------------------------------

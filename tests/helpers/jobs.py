@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -49,12 +48,6 @@ def unavailable(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def require_deepspeed() -> None:
-    """Skip a test that needs DeepSpeed if it is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        unavailable("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed")
-
-
 def require_fake_gpus() -> None:
     """Skip a test on fake GPUs (see `tests/fake_cuda/README.md`) where there can't be any."""
     if torch.backends.cuda.is_built():
@@ -78,6 +71,11 @@ def find_real_csv() -> Path | None:
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def count_steps(run: Path) -> int:
+    """Return how many steps a run has logged, while it trains."""
+    return (run / "steps.jsonl").read_bytes().count(b"\n") if (run / "steps.jsonl").exists() else 0
 
 
 def write_subset(csv: Path, target: Path, rows: int) -> None:
@@ -221,14 +219,6 @@ class Job(TorchrunJob):
         self._folder.cleanup()
 
 
-def forked_job(script: str, *flags: Any, cwd: Path, ranks: int, **environment: str) -> Job:
-    """A job of a script of the tests that forks its ranks (see `helpers.forked_ranks`); arguments as for `Job`."""
-    variables = {"PYTHONPATH": os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])}
-    if ranks:
-        variables |= {"FORKED_RANKS": str(ranks)}
-    return Job(script, *flags, cwd=cwd, ranks=0, **variables, **environment)
-
-
 # ---- many trainings in one job --------------------------------------------------------------------------------------
 
 
@@ -240,19 +230,11 @@ class TrainingRun:
         path: `ddp_loop` or `trainer_run`.
         flags: its command line; `{rank}` in a flag becomes the rank's number.
         mutation: the change, of those in `launched/mutations.py`, that is made for this run only.
-        inspect: whether to look into DDP, config and tokenizer (`Outcome.inspection`).
-        copies: folders to copy before the run: (source, target) pairs.
-        moves: files and folders to rename before the run, after the copies: (source, target) pairs.
-        damages: files to damage before the run, after that: (change, file) pairs of `DAMAGES` in many_runs.py.
     """
 
     path: str
     flags: Sequence[Any] = ()
     mutation: str | None = None
-    inspect: bool = False
-    copies: Sequence[tuple[Any, Any]] = ()
-    moves: Sequence[tuple[Any, Any]] = ()
-    damages: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -262,13 +244,11 @@ class Outcome:
     Attributes:
         problem: the exception's type and text; None if the run finished.
         out: what rank 0 printed.
-        inspection: `ddp`, its plain attributes, and `changes` in config and tokenizer, each (before, after).
         reports: on fake GPUs, the attributes of `fake_cuda.report.Report` on each rank.
     """
 
     problem: str | None
     out: str
-    inspection: dict[str, Any]
     reports: list[dict[str, Any]]
 
 
@@ -309,21 +289,19 @@ def run_folders(
 ) -> dict[Path, dict[str, Outcome]]:
     """Like `run_many`, but the runs have several working directories, by which runs and outcomes are grouped."""
     device = [] if fake_gpus else ["--use_cpu"]
-    common = [*device, "--threads=1", "--disable_tqdm", "--cache_dir=cache"]
     content = []
     for cwd, runs_there in runs.items():
         for name, run in runs_there.items():
-            flags = [*common, *map(str, run.flags)]
-            if not any(flag.startswith("--output_dir") for flag in flags):
-                flags.append(f"--output_dir={name}")
-            content.append(vars(run) | {"name": name, "cwd": cwd, "flags": flags})
+            # The last one of equal flags counts.
+            flags = [*device, "--threads=1", "--disable_tqdm", "--cache_dir=cache", f"--output_dir={name}", *run.flags]
+            content.append({"path": run.path, "flags": flags, "mutation": run.mutation, "cwd": cwd})
     file = folder / f"job-{uuid.uuid4().hex}" / "runs.json"
     file.parent.mkdir()
     file.write_text(json.dumps(content, default=str))
-    command: list[Any] = [MANY_RUNS, *device, *job_flags, "--threads=1", "--ddp_timeout=120"]
-    if fake_gpus:
-        command = [ON_FAKE_GPUS, *command]
-    with forked_job(*map(str, command), cwd=folder, ranks=ranks, RUNS=str(file), **environment) as job:
+    flags = [*device, *job_flags, "--threads=1", "--ddp_timeout=120"]
+    program, *flags = [ON_FAKE_GPUS, MANY_RUNS, *flags] if fake_gpus else [MANY_RUNS, *flags]
+    environment |= {"RUNS": str(file), "PYTHONPATH": os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])}
+    with Job(str(program), *flags, cwd=folder, ranks=ranks, **environment) as job:
         done = job.finish(limit)
     assert done.status == 0, done.out + done.err
     outcomes = iter(json.loads(file.with_name("outcomes.json").read_text()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,24 +14,10 @@ import torch
 
 import app.strategies.optimization
 import app.training.build
-from app.data.sampler import BatchPlan, FullBatchSampler
 from app.distributed.world import World
 from app.model.dropout import RowDropout
-from app.strategies.base import clip_by_norm
 from app.strategies.fsdp import FullyShardStrategy
 from app.strategies.reduction import FixedOrderAllReduce, sum_pairwise
-
-
-@contextmanager
-def dropout_seed(world: World) -> Iterator[None]:
-    """Another seed for dropout only: split, order and initial weights stay the same."""
-
-    class OtherSeed(RowDropout):
-        def __init__(self, seed: int, step: int, rows: range) -> None:
-            super().__init__(seed + 1, step, rows)
-
-    with patch_everywhere("RowDropout", OtherSeed):
-        yield
 
 
 @contextmanager
@@ -46,48 +32,6 @@ def one_weight(world: World) -> Iterator[None]:
         return classifier
 
     with patch.object(app.training.build, "load_classifier", load_changed):
-        yield
-
-
-@contextmanager
-def one_label(world: World) -> Iterator[None]:
-    """The label of the last row of the first step, in the order of `--train_sampling_strategy random`."""
-    read = app.training.build.read_and_split
-
-    def read_changed(settings: Any, *arguments: Any, **options: Any) -> Any:
-        table, split, plan = read(settings, *arguments, **options)
-        order = torch.randperm(len(split.train), generator=torch.Generator().manual_seed(settings.seed))
-        labels = table.labels.copy()
-        labels[split.train[order[plan.global_size - 1]]] ^= 1
-        return dataclasses.replace(table, labels=labels), split, plan
-
-    with patch.object(app.training.build, "read_and_split", read_changed):
-        yield
-
-
-@contextmanager
-def clip_value(world: World) -> Iterator[None]:
-    """Gradients are clipped to 0.999 of the norm."""
-
-    def clip_more(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, **options: Any) -> None:
-        clip_by_norm(gradients, norm, max_norm * 0.999, **options)
-
-    with patch_everywhere("clip_by_norm", clip_more):
-        yield
-
-
-@contextmanager
-def swapped_ranks(world: World) -> Iterator[None]:
-    """The same global batches, but two ranks swap their rows, which therefore get other dropout masks."""
-    construct = FullBatchSampler.__init__
-
-    def construct_swapped(
-        self: Any, lengths: Any, plan: BatchPlan, *, logical_ranks: Sequence[int], **options: Any
-    ) -> None:
-        swapped = [plan.logical_ranks - 1 - logical_rank for logical_rank in logical_ranks]
-        construct(self, lengths, plan, logical_ranks=swapped, **options)
-
-    with patch.object(FullBatchSampler, "__init__", construct_swapped):
         yield
 
 
@@ -181,8 +125,7 @@ def patch_everywhere(name: str, replacement: Any) -> Iterator[None]:
 MUTATIONS = {
     mutation.__name__: mutation
     for mutation in (
-        *(dropout_seed, one_weight, one_label, clip_value, swapped_ranks),
-        *(swapped_leaves, physical_dropout, fp32_norm, large_loss_scale),
+        *(one_weight, swapped_leaves, physical_dropout, fp32_norm, large_loss_scale),
         *(exchange_that_does_not_wait, memory_that_is_not_recorded, norm_on_the_cpu),
     )
 }

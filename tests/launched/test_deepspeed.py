@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pandas as pd
 import pytest
-from helpers.jobs import SAMPLE_CSV, require_deepspeed
+from helpers.jobs import SAMPLE_CSV, unavailable
 
 from app.report.explanation import explain
 from app.runs.reader import read_run
@@ -33,19 +34,17 @@ TUTORIAL = AUTO | {
 }
 CONFIGS = {f"stage-{stage}": AUTO | {"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)}
 CONFIGS["tutorial"] = TUTORIAL
-FLAGS = [
-    "--csv",
-    SAMPLE_CSV,
-    "--model=tiny-bert",
-    "--max_steps=6",
-    "--max_length=32",
-    "--gradient_accumulation_steps=2",
-]
-FLAGS += ["--dropout=0.1", "--use_cpu", "--threads=1", "--disable_tqdm"]
+FLAGS = ["--csv", SAMPLE_CSV, "--model=tiny-bert", "--max_steps=6", "--max_length=32", "--dropout=0.1"]
+FLAGS += ["--gradient_accumulation_steps=2", "--use_cpu", "--threads=1", "--disable_tqdm"]
+
+
+@pytest.fixture(autouse=True)
+def require_deepspeed() -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        unavailable("DeepSpeed is not installed: run bash run_scripts/setup.sh --deepspeed")
 
 
 def test_every_stage_trains_like_ddp_within_rounding(launch, tmp_path):
-    require_deepspeed()
     reference = ["--output_dir=reference", "--save_strategy=no", "--eval_strategy=no"]
     done = launch("ddp_loop", *FLAGS, *reference, ranks=2)
     assert done.status == 0, done.err
@@ -74,7 +73,6 @@ def test_every_stage_trains_like_ddp_within_rounding(launch, tmp_path):
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(launch, tmp_path, content, message):
-    require_deepspeed()
     if content is not None:
         (tmp_path / "ds.json").write_text(content)
     done = launch("deepspeed_run", *FLAGS, "--deepspeed=ds.json", "--output_dir=run")

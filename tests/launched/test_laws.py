@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from helpers.architectures import write_model
 from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
-from helpers.shared_jobs import SharedRuns
+from launched.shared_jobs import SharedRuns
 
 from app.runs.hashes import hash_results, hash_run
 from app.settings import SHARDED

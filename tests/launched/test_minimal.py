@@ -5,29 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers.jobs import PROJECT, Job, Outcome, TrainingRun, read_steps, require_success, write_subset
-from helpers.shared_jobs import SharedRuns
+from helpers.marks import slow_after
+from launched.shared_jobs import SharedRuns
 
 pytestmark = pytest.mark.launched
-SAME = [
-    "--train_sampling_strategy=random",
-    "--gradient_accumulation_steps=2",
-    "--save_strategy=no",
-    "--eval_strategy=no",
-]
+SAME = ["--train_sampling_strategy=random", "--gradient_accumulation_steps=2", "--save_strategy=no"]
+SAME += ["--eval_strategy=no"]
 ALL = 0  # rows
-
-CASES = {  # job, ranks, rows of the CSV, and flags
-    "two": ("two_ranks", 2, 150, ["--max_steps=6"]),  # 4 steps per epoch
-    "one, on the whole CSV": ("one_rank", 1, ALL, ["--max_steps=8"]),
-    "four": ("four_ranks", 4, 150, ["--max_steps=6"]),
-    "three": ("three_ranks", 3, 150, ["--train_batch_size=24"]),  # 3 epochs, and sums that 3 divides
+CASES = {  # by job: ranks, rows of the CSV, and flags
+    "two_ranks": (2, 150, ["--max_steps=6"]),  # 4 steps per epoch
+    "one_rank": (0, ALL, ["--max_steps=8"]),  # without torchrun
+    "four_ranks": (4, 150, ["--max_steps=6"]),
+    "three_ranks": (3, 150, ["--train_batch_size=24"]),  # 3 epochs, and sums that 3 divides
 }
-FAST = ("two",)
+RUNS: SharedRuns = {
+    job: {job: TrainingRun("ddp_loop", [f"--csv=reviews-{rows}.csv", *flags, *SAME])}
+    for job, (_, rows, flags) in CASES.items()
+}
+SHARED_RUNS, SLOW_SHARED_RUNS = {"two_ranks": RUNS["two_ranks"]}, RUNS
 
 
 def write_inputs(folder: Path, csv: Path) -> None:
@@ -35,32 +35,16 @@ def write_inputs(folder: Path, csv: Path) -> None:
     shutil.copy(csv, folder / f"reviews-{ALL}.csv")
 
 
-def shared_runs(cases: Iterable[str]) -> SharedRuns:
-    runs: SharedRuns = {}
-    for case in cases:
-        job, _, rows, flags = CASES[case]
-        runs.setdefault(job, {})[case] = TrainingRun("ddp_loop", [f"--csv=reviews-{rows}.csv", *flags, *SAME])
-    return runs
-
-
-SHARED_RUNS = shared_runs(FAST)
-SLOW_SHARED_RUNS = shared_runs(CASES.keys() - FAST)
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("job", slow_after(1, CASES))
 def test_losses_norms_weights_and_accuracy_are_bitwise_those_of_ddp_loop(
-    trained_by: Callable[[str], dict[str, Outcome]], shared_folder: Path, case: str
+    trained_by: Callable[[str], dict[str, Outcome]], shared_folder: Path, job: str
 ) -> None:
-    job, ranks, rows, flags = CASES[case]
-    require_success({case: trained_by(job)[case]})
-    run = shared_folder / case
-    flags = [f"--csv=reviews-{rows}.csv", *flags]
+    ranks, rows, flags = CASES[job]
+    require_success({job: trained_by(job)[job]})
+    run = shared_folder / job
     expected = read_steps(run)
-    # A single rank needs no torchrun.
-    with Job("app.minimal", *flags, cwd=shared_folder, ranks=ranks if ranks > 1 else 0) as job:
-        done = job.finish()
+    with Job("app.minimal", f"--csv=reviews-{rows}.csv", *flags, cwd=shared_folder, ranks=ranks) as page:
+        done = page.finish()
     assert done.status == 0, done.err
     *steps, result = map(json.loads, done.out.splitlines())
 

@@ -125,7 +125,7 @@ def test_no_script_runs(page, measure):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [320, 390, 800, 1400])
+@pytest.mark.parametrize("width", [320, 1400])
 def test_nothing_overflows(page, measure, width):
     seen = measure(page, width)
     assert seen["figures"] == 2
@@ -158,9 +158,3 @@ def test_no_request_leaves_the_page(page, chromium, tmp_path):
     assert requested(page) == set()
     let_through = edited(page, "let_through.html", lambda text: text.replace("<main>", f"<main>{picture}"))
     assert requested(let_through) == set(), "the policy holds even if the template does not escape"
-
-
-@pytest.mark.slow
-def test_the_page_can_be_printed(page, chromium, tmp_path):
-    chromium(page, f"--print-to-pdf={tmp_path / 'page.pdf'}", "--no-pdf-header-footer")
-    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")

@@ -81,12 +81,3 @@ def test_plain_python_is_a_run_of_one_rank_in_a_new_folder(launch, review_csv, t
     assert (tmp_path / "runs" / path_name / "latest").resolve() in runs
     settings = json.loads((tmp_path / "runs" / path_name / "latest" / "settings.json").read_text())
     assert (settings["path"], settings["world_size"]) == (path_name, 1)
-
-
-@pytest.mark.launched
-@pytest.mark.slow
-def test_the_help_is_printed_once(launch):
-    done = launch("ddp_loop", "--help", ranks=2)
-    assert done.status == 0, done.err
-    assert done.out.count("--train_batch_size ") == 1
-    assert done.out.count("torchrun --standalone --nproc_per_node=2 -m app.ddp_loop") == 1

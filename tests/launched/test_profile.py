@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.jobs import TrainingRun, require_success, write_subset
-from helpers.shared_jobs import SharedRuns
+from launched.shared_jobs import SharedRuns
 
 from app.profiling.breakdown import CATEGORIES
 from app.report.bitwise import first_difference

@@ -93,16 +93,6 @@ def test_the_benchmark_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert all(value > 0 for times in seconds.values() for value in times)
 
 
-def test_a_mistake_that_a_job_reports_is_one_line(tmp_path: Path) -> None:
-    flags = ["--ranks", 1, "--links", "--model", "./missing", "--output_dir", tmp_path / "out"]
-    with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:
-        done = job.finish()
-    assert done.status == 2
-    (line,) = done.err.splitlines()
-    assert line.startswith("error: --model ./missing: ")
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--ranks", 2, "--links", "1:1", "--rounds", 100, "--output_dir", tmp_path / "out"]
     with Job("app.bench.scaling", *flags, cwd=tmp_path, ranks=0) as job:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.jobs import PROJECT, SAMPLE_CSV, unavailable
-from helpers.two_nodes import wait_until
+from launched.two_nodes import wait_until
 
 from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.runs.hashes import hash_results

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.jobs import LIMIT, PROJECT, read_steps, unavailable, write_subset
-from helpers.two_nodes import wait_for_all, wait_until
+from launched.two_nodes import wait_for_all, wait_until
 
 from app.bench.two_nodes import SYSTEM_PATH
 from app.runs.hashes import hash_results

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from helpers.jobs import PROJECT, unavailable
+
 from app.bench.two_nodes import (
     ADDRESSES,
     INTERFACE,
@@ -21,7 +23,6 @@ from app.bench.two_nodes import (
     network_namespaces,
     run_command,
 )
-from helpers.jobs import PROJECT, unavailable
 
 SCRIPT = PROJECT / "run_scripts" / "multi_node.sh"
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from helpers.jobs import Job
-from helpers.two_nodes import kill_node, processes_on, start, wait_for_all, wait_until
+from helpers.jobs import Job, count_steps
+from launched.two_nodes import kill_node, processes_on, start, wait_for_all, wait_until
 
-FAULTY = str(Path(__file__).parents[1] / "launched" / "faulty.py")
+FAULTY = str(Path(__file__).with_name("faulty.py"))
 COMMON = ["--use_cpu", "--threads=1", "--disable_tqdm"]
 SIGNALS = {  # the number, and the processes that get it
     "SIGTERM to rank 1": (signal.SIGTERM, ["rank 1"]),
@@ -26,11 +26,6 @@ SIGNALS = {  # the number, and the processes that get it
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
 
 
-def steps_in(run: Path) -> int:
-    """Return how many steps a run has logged."""
-    return len((run / "steps.jsonl").read_bytes().splitlines()) if (run / "steps.jsonl").exists() else 0
-
-
 def launch(program: str, *flags: Any, folder: Path, **options: Any) -> Job:
     return Job(program, *flags, *COMMON, f"--cache_dir={folder / 'cache'}", cwd=folder, **options)
 
@@ -39,7 +34,7 @@ def stop(path: str, flags: Sequence[str], run: Path, interruption: str) -> int:
     """Start a run on two ranks and send it signals. Return the step after which all ranks have saved and stopped."""
     number, targets = SIGNALS[interruption]
     with launch(path, *flags, f"--output_dir={run}", folder=run.parent) as job:
-        job.wait_for(lambda: steps_in(run) >= 5)
+        job.wait_for(lambda: count_steps(run) >= 5)
         processes = {f"rank {rank}": job.rank(rank) for rank in range(2)} | {"torchrun": job.torchrun}
         for target in targets:
             processes[target].send_signal(number)
@@ -48,7 +43,7 @@ def stop(path: str, flags: Sequence[str], run: Path, interruption: str) -> int:
     if "torchrun" not in targets:
         assert "exitcode  : 75" in done.err
     step = int(line.split()[3])
-    assert steps_in(run) == step
+    assert count_steps(run) == step
     assert not (run / "metrics.json").exists()
     return step
 
@@ -109,7 +104,7 @@ class NodeJob:
 
 def lose_and_return(job: NodeJob) -> None:
     """Lose the second node, without which the job does not train, and bring it back."""
-    job.require(lambda: steps_in(job.run) >= 20, 120)
+    job.require(lambda: count_steps(job.run) >= 20, 120)
     job.lose_second_node()
     job.bring_it_back()
     job.finish()
@@ -117,11 +112,11 @@ def lose_and_return(job: NodeJob) -> None:
 
 def train_without_node(job: NodeJob) -> None:
     """Train on two ranks, on one while the second node is missing, and on two again."""
-    job.require(lambda: job.trains_on(2) and steps_in(job.run) >= 10, 120)
+    job.require(lambda: job.trains_on(2) and count_steps(job.run) >= 10, 120)
     job.lose_second_node()
     job.require(lambda: job.trains_on(1), 120)
-    before = steps_in(job.run)
-    job.require(lambda: steps_in(job.run) > before, 120)
+    before = count_steps(job.run)
+    job.require(lambda: count_steps(job.run) > before, 120)
     job.bring_it_back()
     job.require(lambda: job.trains_on(2), 120)
     job.finish()

@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
 from helpers.jobs import Outcome, TrainingRun, run_folders
 
 # In the order in which they are trained: runs may resume those of earlier jobs.
@@ -85,9 +84,7 @@ class SharedJobs:
         outcomes = {}
         if folders:
             try:
-                trained = run_folders(
-                    self._root, folders, limit=1500, HF_HUB_CACHE=str(self._root / "hub"), **JOBS[job]
-                )
+                trained = run_folders(self._root, folders, limit=1500, **JOBS[job])
             except AssertionError as failed:
                 failure.write_text(str(failed))  # not tried again by the next test
                 raise
