@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
 
 from app.common.errors import UserError
-from app.data.loaders import Collator
 from app.model.dropout import override_dropout
 from app.model.load import Classifier, is_pretrained, load_classifier, load_tokenizer
 from app.settings import Settings
@@ -55,14 +54,14 @@ def error_message(model: Path | str, **settings: Any) -> str:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("weights", [False, True])
 def test_any_architecture_becomes_a_classifier_for_the_classes_of_the_data(folder, name, weights):
-    path = folder(name, weights)
-    model = load(path, classes=3, dropout=0.0).model
-    assert is_pretrained(str(path)) is weights
-    assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
+    settings = Settings(model=str(folder(name, weights)), max_length=32, dropout=0.0)
+    tokenizer = load_tokenizer(settings, TEXTS)
+    model = load_classifier(settings, ["bad", "good", "mixed"], tokenizer).model
+    assert is_pretrained(settings.model) is weights
+    assert model.config.id2label == {0: "bad", 1: "good", 2: "mixed"}
     assert model.accepts_loss_kwargs is False, "Trainer would inflate loss and gradients"
     assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
-    batch = load_tokenizer(Settings(model=str(path)), TEXTS)(TEXTS[:4], padding=True, return_tensors="pt")
-    batch = {key: batch[key] for key in ("input_ids", "attention_mask") if key != "attention_mask" or name != "fnet"}
+    batch = tokenizer(TEXTS[:4], padding=True, return_tensors="pt")  # returns the inputs that the model accepts
     outputs = [model.train()(**batch, labels=torch.tensor([0, 1, 2, 0])) for _ in range(2)]
     assert outputs[0].logits.shape == (4, 3)
     assert outputs[0].loss.ndim == 0
@@ -102,26 +101,6 @@ def test_special_tokens_are_taken_from_the_tokenizer_before_the_model_is_built(f
     tokenizer, model = load_tokenizer(Settings(model=str(path)), TEXTS), load(path).model
     assert model.bert.embeddings.word_embeddings.padding_idx == model.config.pad_token_id == tokenizer.pad_token_id
     assert (model.config.bos_token_id, model.config.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-
-
-@pytest.mark.parametrize(
-    ("name", "configured", "accepted"),
-    [
-        ("bert", ["input_ids"], ["input_ids", "attention_mask"]),
-        ("distilbert", ["input_ids", "token_type_ids", "attention_mask"], ["input_ids", "attention_mask"]),
-        ("bert", ["input_ids", "token_type_ids"], ["input_ids", "token_type_ids", "attention_mask"]),
-        ("fnet", ["input_ids", "attention_mask"], ["input_ids"]),
-    ],
-)
-def test_the_tokenizer_returns_the_inputs_that_the_model_accepts(folder, name, configured, accepted):
-    settings = Settings(model=str(folder(name)), max_length=32)
-    tokenizer = load_tokenizer(settings, TEXTS)
-    tokenizer.model_input_names = configured
-    model = load_classifier(settings, ["0", "1"], tokenizer).model
-    rows = tokenizer(TEXTS[:2], return_token_type_ids=True, return_attention_mask=False)
-    batch = Collator(tokenizer)([{"labels": 0} | {key: rows[key][i] for key in rows} for i in range(2)])
-    assert sorted(batch) == sorted([*accepted, "labels"])
-    model(**batch).loss.backward()
 
 
 @pytest.mark.parametrize("spread", [6e38, 1.0])
@@ -232,13 +211,6 @@ def test_weights_with_the_names_of_a_wrapper_are_rejected_instead_of_training_ra
     file = path / "model.safetensors"
     save_file({prefix + name: weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     assert "none of its weights has the name and shape" in error_message(path)
-
-
-def test_cut_weights_are_rejected(folder):
-    path = folder("bert", weights=True)
-    weights = (path / "model.safetensors").read_bytes()
-    (path / "model.safetensors").write_bytes(weights[:1000])
-    assert str(path) in error_message(path)
 
 
 def test_code_of_a_model_is_not_run_without_permission(folder):

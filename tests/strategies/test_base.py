@@ -62,34 +62,26 @@ def test_the_norm_does_not_depend_on_how_the_gradients_are_divided(seed, cuts, r
 MAX_NORMS = st.sampled_from([1e-9, 0.5, 1.0, 100.0, 1e9, float("inf")])
 
 
-@given(seed=SEEDS, max_norm=MAX_NORMS)
-def test_clipping_is_that_of_torch(seed, max_norm):
-    gradients = [values(seed, 40).view(5, 8), values(seed + 1, 9)]
-    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+@given(seed=SEEDS, max_norm=MAX_NORMS, exponent=st.integers(-8, 24))
+def test_clipping_is_that_of_torch_and_a_loss_scale_rounds_nothing(seed, max_norm, exponent):
+    before = [values(seed, 40).view(5, 8), values(seed + 1, 9)]
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in before]
+    for parameter, gradient in zip(parameters, before, strict=True):
         parameter.grad = gradient.clone()
-    expected_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = sum_of_squares(gradients).sqrt().float()
+    expected_norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = sum_of_squares(before).sqrt().float()
     rounding = 25 * torch.finfo(torch.float32).eps  # of torch's sum of 49 squares, in whichever order its kernel adds
     assert norm == pytest.approx(float(expected_norm), rel=rounding)
-    before = [gradient.clone() for gradient in gradients]
-    clip_by_norm(gradients, norm, max_norm, loss_scale=torch.ones(()))
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=rounding, atol=0)
-    if norm < 0.99 * max_norm:
-        assert all(map(torch.equal, gradients, before)), "a norm below the limit changes nothing"
-    else:
-        assert sum_of_squares(gradients).sqrt() <= max_norm * (1 + 1e-5)
-
-
-@given(seed=SEEDS, max_norm=MAX_NORMS, exponent=st.integers(-8, 24))
-def test_a_loss_scale_rounds_nothing(seed, max_norm, exponent):
-    plain = [values(seed, 40), values(seed + 1, 9)]
-    scaled = [gradient * 2.0**exponent for gradient in plain]
-    norm = sum_of_squares(plain).sqrt().float()
+    plain, scaled = ([gradient * factor for gradient in before] for factor in (1, 2.0**exponent))
     clip_by_norm(plain, norm, max_norm, loss_scale=torch.ones(()))
     clip_by_norm(scaled, norm, max_norm, loss_scale=torch.tensor(2.0**exponent))
     assert all(map(torch.equal, scaled, plain))
+    for parameter, gradient in zip(parameters, plain, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=rounding, atol=0)
+    if norm < 0.99 * max_norm:
+        assert all(map(torch.equal, plain, before)), "a norm below the limit changes nothing"
+    else:
+        assert sum_of_squares(plain).sqrt() <= max_norm * (1 + 1e-5)
 
 
 def test_a_rank_without_gradients_takes_part():

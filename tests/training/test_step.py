@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from app.settings import Settings
 from app.strategies.ddp import DDPStrategy
-from app.training.step import build_optimizer, build_scheduler, skip_step_if_nonfinite, warmup_steps
+from app.training.step import build_optimizer, build_scheduler, skip_step_if_nonfinite
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -31,20 +31,17 @@ def test_weight_decay_applies_to_matrices_but_not_to_biases_and_norms():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-@pytest.mark.parametrize(("requested", "steps"), [(0, 0), (0.1, 10), (0.105, 11), (1, 1), (25, 25)])
-def test_warmup_is_a_number_of_steps_or_a_share_of_all_steps(requested, steps):
-    assert warmup_steps(requested, 100) == steps
-
-
-def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero():
+@pytest.mark.parametrize(("requested", "steps"), [(0, 0), (0.1, 11), (0.105, 12), (1, 1), (25, 25)])
+def test_the_learning_rate_rises_over_a_number_or_share_of_steps_and_falls_to_zero(requested, steps):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = build_scheduler(optimizer, Settings(warmup_steps=10), 110)
+    scheduler = build_scheduler(optimizer, Settings(warmup_steps=requested), 110)
     rates = []
     for _ in range(111):
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    assert rates == pytest.approx([*(i / 10 for i in range(10)), *(1 - i / 100 for i in range(101))])
+    falling = [1 - i / (110 - steps) for i in range(111 - steps)]
+    assert rates == pytest.approx([*(i / steps for i in range(steps)), *falling])
 
 
 # ---- a norm that is not finite ---------------------------------------------------------------------------------------
