@@ -8,12 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers.run_folders import edit_json
 
 from app.checkpoint import manager
 from app.checkpoint.manager import CheckpointManager, latest_first, problem_of
 from app.common.errors import RunError
-from app.common.files import remove
 from app.distributed.world import World
 
 FILES = {"state-0-of-1.safetensors": b"weights", "schedule.json": b"{}"}
@@ -57,13 +55,6 @@ def test_a_file_that_is_missing_cut_off_or_changed_is_noticed(tmp_path, world, n
     assert problem_of(path.parent) is None
     path.unlink()
     assert problem_of(path.parent) == f"{name} is missing"
-
-
-@pytest.mark.parametrize("version", [2, None, 4])
-def test_a_checkpoint_of_another_version_is_named(tmp_path, world, version):
-    new(tmp_path, world, 10)
-    edit_json(tmp_path / "checkpoint-10" / "run_state.json", format_version=version)
-    assert "another version of this program wrote it" in str(problem_of(tmp_path / "checkpoint-10"))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -163,10 +154,3 @@ def test_a_run_folder_that_is_gone_is_not_created_again(tmp_path, world):
     shutil.rmtree(tmp_path / "run")
     assert not checkpoints.save("checkpoint-2", write, STATE)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_checkpoint_that_is_removed_loses_its_name_first(tmp_path, world, monkeypatch):
-    new(tmp_path, world, 1)
-    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **keywords: None)  # killed in between
-    remove(tmp_path / "checkpoint-1")
-    assert latest_first(tmp_path) == []

@@ -299,14 +299,14 @@ def test_a_damaged_checkpoint_is_skipped_and_only_damaged_ones_are_no_reason_to_
         ("empty", "has no complete checkpoint"),
         ("checkpoint-good", "only checkpoint-<step>, under the name that it was written with"),
         ("run/checkpoints/best-2", "only checkpoint-<step>, under the name that it was written with"),
-        ("older", "another version of this program wrote it: resume it with that version"),
-        ("older/checkpoints/checkpoint-4", "another version of this program wrote it: resume it with that version"),
+        ("run", "another version of this program wrote it: resume it with that version"),
+        ("run/checkpoints/checkpoint-4", "another version of this program wrote it: resume it with that version"),
     ],
 )
 def test_what_is_no_checkpoint_is_named(folder, tmp_path, name, message):
     (tmp_path / "empty").mkdir()
     shutil.copytree(folder / CHECKPOINTS / "checkpoint-4", tmp_path / "checkpoint-good")
-    edit_json(make_run(tmp_path / "older") / CHECKPOINTS / "checkpoint-4" / RUN_STATE, format_version=2)
+    edit_json(folder / CHECKPOINTS / "checkpoint-4" / RUN_STATE, format_version=2)
     with pytest.raises(UserError, match=message):
         search(Settings(resume_from_checkpoint=str(tmp_path / name)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from itertools import product
 
@@ -154,52 +153,38 @@ def test_batches_of_similar_length_are_in_a_random_order():
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-@given(
-    size=st.integers(1, 200),
-    logical_ranks=st.sampled_from([None, 1, 2, 3, 4, 6, 8, 12, 16]),
-    ranks=st.integers(1, 16),
-    accumulation=st.integers(1, 5),
-    hook=st.sampled_from(["no", "power_sgd"]),
+@pytest.mark.parametrize(
+    ("ranks", "flags", "message"),
+    [
+        # Fewer processes than logical ranks add gradients along a binary tree, which needs a power of two. PowerSGD's
+        # compression errors are those of a process.
+        (2, {"logical_ranks": 1}, r"--logical_ranks 1 cannot be divided among 2 rank\(s\): start 1 rank\(s\)$"),
+        (3, {"logical_ranks": 8}, r"start 1 or 2 or 4 or 8 rank\(s\)$"),
+        (16, {"logical_ranks": 8}, r"start 1 or 2 or 4 or 8 rank\(s\)$"),
+        (2, {"logical_ranks": 6}, r"--logical_ranks 6 cannot be divided among 2 rank\(s\): start 6 rank\(s\)$"),
+        (1, {"logical_ranks": 4, "ddp_comm_hook": "power_sgd"}, r"power_sgd cannot be divided .*: start 4 rank\(s\)$"),
+        (3, {}, r"--train_batch_size 32 cannot be divided among 3 rank\(s\) x .* multiple of 3$"),
+        (4, {"train_batch_size": 3, "gradient_accumulation_steps": 2}, "--train_batch_size 3 .* multiple of 8$"),
+        (2, {"logical_ranks": 4, "gradient_accumulation_steps": 3}, "--logical_ranks 4 x .*_steps 3: .* of 12$"),
+        (
+            2,
+            {"per_device_train_batch_size": 1, "logical_ranks": 4},
+            r"--per_device_train_batch_size 1 \(2 rows",
+        ),
+        (1, {"train_batch_size": 1001}, "1000 training rows do not fill one batch: --train_batch_size 1001 must be"),
+    ],
 )
-def test_a_batch_that_can_t_be_divided_is_one_line_that_names_numbers_that_divide_it(
-    size, logical_ranks, ranks, accumulation, hook
-):
-    flags = {"logical_ranks": logical_ranks, "gradient_accumulation_steps": accumulation, "ddp_comm_hook": hook}
-    shares, power = logical_ranks or ranks, (logical_ranks or 1) in (1, 2, 4, 8, 16)
-    # Fewer processes than logical ranks need a binary tree, and PowerSGD's compression errors are those of a process.
-    may_start = shares == ranks or (power and shares % ranks == 0 and hook == "no")
-    try:
-        plan = plan_batches(Settings(train_batch_size=size, **flags), 1_000, ranks)
-    except UserError as error:
-        message = str(error)
-        assert "\n" not in message
-        assert may_start == (f"--train_batch_size {size} cannot" in message)
-        if may_start:
-            valid = int(message.rpartition("multiple of ")[2])
-            assert size % valid
-            assert plan_batches(Settings(train_batch_size=valid, **flags), 1_000, ranks).micro_size == 1
-        else:
-            assert f"--logical_ranks {logical_ranks}" in message
-            suggested = [int(number) for number in re.findall(r"\d+", message.partition(": start ")[2])]
-            assert suggested == [
-                n for n in range(1, shares + 1) if n == shares or (power and hook == "no" and shares % n == 0)
-            ]
-            for n in suggested:  # no error
-                plan_batches(Settings(train_batch_size=shares * accumulation, **flags), 1_000, n)
-    else:
-        assert may_start
-        assert plan.micro_size * plan.logical_ranks * accumulation == plan.global_size == size
-        assert plan.micro_batches_per_step * plan.micro_size * ranks == size
+def test_a_batch_that_can_t_be_divided_is_an_error_that_names_what_can(ranks, flags, message):
+    with pytest.raises(UserError, match=message):
+        plan_batches(Settings(**flags), 1_000, ranks)
 
 
-def test_a_batch_size_per_rank_is_resolved_to_the_global_one_and_errors_name_its_flag():
-    flags = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
-    plan = plan_batches(Settings(**flags), 1_000, 2)
-    assert (plan.global_size, plan.micro_size) == (24, 4)
-    with pytest.raises(UserError, match=r"20 training rows .* --per_device_train_batch_size 4 \(24 rows"):
-        plan_batches(Settings(**flags), 20, 2)
-    with pytest.raises(UserError, match="--per_device_train_batch_size 1"):
-        plan_batches(Settings(per_device_train_batch_size=1, logical_ranks=4), 1_000, 2)
+@pytest.mark.parametrize(("logical_ranks", "ranks"), [(None, 3), (3, 3), (8, 1), (8, 2), (8, 8), (1, 1)])
+def test_rows_of_a_step_are_divided_among_ranks_logical_ranks_and_micro_batches(logical_ranks, ranks):
+    plan = new_plan(1_000, ranks, logical_ranks)
+    assert (plan.logical_ranks, plan.global_size) == (logical_ranks or ranks, BATCH)
+    assert plan.micro_size * plan.micro_batches_per_step * ranks == BATCH
+    assert plan_batches(Settings(per_device_train_batch_size=4, gradient_accumulation_steps=3), 99, 2).global_size == 24
 
 
 def test_an_evaluation_is_due_after_each_interval_and_after_the_last_step():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from helpers.run_records import add_steps, begin
+from helpers.run_records import add_steps
 
 from app.checkpoint.resume import Resume
 from app.common.errors import RunError, UserError
@@ -35,9 +34,8 @@ def evaluate(record: RunRecord, step: int, accuracy: float) -> None:
         ([], "loss", None),
     ],
 )
-def test_only_a_strictly_better_value_is_an_improvement(new_record, values, metric, best):
-    record, plan = new_record(**BEST, metric_for_best_model=metric)
-    begin(record, plan)
+def test_only_a_strictly_better_value_is_an_improvement(started, values, metric, best):
+    record = started(**BEST, metric_for_best_model=metric)
     for step, value in enumerate(values, start=1):
         record.after_evaluation(step, "validation", SCORES | {metric: value})
     folder = record.checkpoints.folder
@@ -45,18 +43,16 @@ def test_only_a_strictly_better_value_is_an_improvement(new_record, values, metr
     assert record.best.best(up_to=1) == (folder / "best-1" if best else None)
 
 
-def test_without_checkpoints_only_the_best_weights_so_far_are_kept(new_record):
-    record, plan = new_record(**BEST | {"save_strategy": "no"})
-    begin(record, plan)
+def test_without_checkpoints_only_the_best_weights_so_far_are_kept(started):
+    record = started(**BEST | {"save_strategy": "no"})
     for step, accuracy in enumerate([0.5, 0.6, 0.6, 0.7, 0.65, 0.8], start=1):
         evaluate(record, step, accuracy)
         assert folders(record) == [record.best.best().name]
     assert folders(record) == ["best-6"]
 
 
-def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(new_record):
-    record, plan = new_record(**BEST | {"save_total_limit": 1})
-    begin(record, plan)
+def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(started):
+    record = started(**BEST | {"save_total_limit": 1})
     evaluate(record, 1, 0.5)
     add_steps(record, *range(1, 6))
     record.save_checkpoint(5)
@@ -68,9 +64,8 @@ def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(new_record):
     assert folders(record) == ["best-7"]
 
 
-def test_weights_that_could_not_be_saved_are_not_the_best(new_record, monkeypatch):
-    record, plan = new_record(**BEST)
-    begin(record, plan)
+def test_weights_that_could_not_be_saved_are_not_the_best(started, monkeypatch):
+    record = started(**BEST)
     evaluate(record, 1, 0.5)
     with monkeypatch.context() as patch:
         patch.setattr(record.checkpoints, "save", lambda *_: False)  # the disk is full
@@ -80,9 +75,8 @@ def test_weights_that_could_not_be_saved_are_not_the_best(new_record, monkeypatc
     assert [folder.name for folder in record.state.loaded] == ["best-1"]
 
 
-def test_damaged_weights_are_not_loaded(new_record):
-    record, plan = new_record(**BEST)
-    begin(record, plan)
+def test_damaged_weights_are_not_loaded(started):
+    record = started(**BEST)
     evaluate(record, 1, 0.5)
     (record.checkpoints.folder / "best-1" / SCHEDULE).write_text("[]")
     with pytest.raises(RunError, match=r"best-1: the best weights are damaged: .* has changed"):
@@ -90,24 +84,22 @@ def test_damaged_weights_are_not_loaded(new_record):
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_run_that_starts_from_another_one_takes_over_its_best_weights(new_record, tmp_path, is_damaged):
-    record, plan = new_record(**BEST)
-    begin(record, plan)
-    add_steps(record, *range(1, 5))
+def test_a_run_that_starts_from_another_one_takes_over_its_best_weights(started, tmp_path, is_damaged):
+    record = started(**BEST)
+    add_steps(record, *range(1, 6))
     evaluate(record, 4, 0.5)
-    add_steps(record, 5)
     record.save_checkpoint(5)
     checkpoint = record.checkpoints.folder / "checkpoint-5"
     if is_damaged:
         (record.checkpoints.folder / "best-4" / SCHEDULE).unlink()
     resume = Resume(None, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
-    other, plan = new_record(resume, **BEST, output_dir=str(tmp_path / "other"))
+    place = tmp_path / "other"
     if is_damaged:
         with pytest.raises(UserError, match=r"best-4, the best weights before it: schedule.json is missing"):
-            begin(other, plan)
-        assert not list(Path(other.folder).rglob("*.json"))
+            started(resume, **BEST, output_dir=str(place))
+        assert not list(place.rglob("*.json"))
         return
-    begin(other, plan)
+    other = started(resume, **BEST, output_dir=str(place))
     assert folders(other) == ["best-4"]
     other.best.load(other.state)
     assert other.state.loaded == [other.checkpoints.folder / "best-4"]

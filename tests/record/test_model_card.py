@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,27 +34,16 @@ def card(csv: str = "reviews.csv", classes=("bad", "good"), commit: str | None =
     return model_card(run, METRICS)
 
 
-def front_matter(text: str) -> dict:
-    begin, yaml_block, _ = text.split("---\n", maxsplit=2)
-    assert begin == ""
-    return yaml.safe_load(yaml_block)
-
-
-def test_the_front_matter_names_model_data_and_results():
+def test_the_front_matter_names_model_data_and_results_and_leaves_out_what_is_unknown():
     text = card(DOWNLOADED_CSV.name, model="google-bert/bert-base-chinese", commit="a" * 40)
     data = ModelCard(text).data
-    assert data.base_model == "google-bert/bert-base-chinese"
-    assert data.license == "unknown"
+    assert (data.base_model, data.license) == ("google-bert/bert-base-chinese", "unknown")
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-classification")
     results = {result.metric_type: (result.metric_value, result.dataset_split) for result in data.eval_results}
     assert results == {"accuracy": (0.875, "test"), "f1": (0.5, "test")}
     assert f"at commit `{'a' * 40}`" in text
     assert "| 0.8750 | 0.5000 | 0.2500 | 0.7500 | 0.4000 |" in text
-
-
-def test_what_is_unknown_is_left_out():
-    data = front_matter(card("my reviews.csv"))
-    assert not {"base_model", "language", "datasets"} & data.keys()
+    assert not {"base_model", "language", "datasets"} & ModelCard(card("my reviews.csv")).data.to_dict().keys()
 
 
 def test_a_local_model_is_not_a_model_on_the_hub(tmp_path, monkeypatch):
@@ -63,7 +51,7 @@ def test_a_local_model_is_not_a_model_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for model in (str(tmp_path / "some-model"), "some-model"):
         text = card(model=model)
-        assert "base_model" not in front_matter(text)
+        assert "base_model" not in ModelCard(text).data.to_dict()
         assert "# Text classifier fine-tuned from some-model\n" in text
         assert str(tmp_path) not in text
 

@@ -2,105 +2,80 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from helpers.run_records import add_steps, begin, finish
+from helpers.architectures import write_model
+from helpers.run_records import add_steps, finish
 from helpers.worlds import batch_plan
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from scipy.special import softmax
 from torch import nn
 from transformers import (
-    BartConfig,
-    BartForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    pipeline,
 )
 
 from app.common import files
-from app.model.built_in import learn_tokenizer
 from app.model.load import load_classifier, load_tokenizer
 from app.record import results, steps
 from app.record.results import predictions_as_csv, stage_model
 from app.runs.hashes import hash_run
 from app.runs.reader import read_run
-from app.runs.schema import (
-    EVALUATIONS,
-    LOCK,
-    METRICS,
-    MODEL,
-    MODEL_CARD,
-    MODEL_FOLDER,
-    PREDICTIONS,
-    SETTINGS,
-    SPLIT,
-    STEPS,
-)
 from app.settings import Settings
 from app.training.build import select_strategy
 
-# Old runs must remain readable, and other programs read these files: no key may change its name.
+# Old runs must remain readable, and other programs read these files: no file and no key may change its name.
 KEYS = {
-    SETTINGS: "path world_size csv seed git_commit devices launchers versions kernels model_commit model_config "
+    "settings.json": "path world_size csv seed git_commit devices launchers versions kernels model_commit model_config "
     "model_code_sha256 tokens_sha256 logical_ranks strategy wrapper deepspeed_config threads cache_dir text_column "
     "label_column test_size validation_size",
-    SPLIT: "fingerprint n_test classes csv csv_sha256 rows_read rows_dropped seed test_size validation_size n_train "
-    "n_validation duplicates csv_escape",
-    STEPS: "step epoch loss learning_rate examples tokens padded_tokens seconds grad_norm",
-    EVALUATIONS: "step epoch rows accuracy loss n f1",
-    METRICS: "accuracy f1 loss n_test train_seconds train_examples_per_second peak_memory_bytes precision recall "
-    "confusion_matrix train_tokens_per_second padding_fraction skipped_steps hash",
+    "split.json": "fingerprint n_test classes csv csv_sha256 rows_read rows_dropped seed test_size validation_size "
+    "n_train n_validation duplicates csv_escape",
+    "steps.jsonl": "step epoch loss learning_rate examples tokens padded_tokens seconds grad_norm",
+    "evaluations.jsonl": "step epoch rows accuracy loss n f1",
+    "metrics.json": "accuracy f1 loss n_test train_seconds train_examples_per_second peak_memory_bytes precision "
+    "recall confusion_matrix train_tokens_per_second padding_fraction skipped_steps hash",
 }
-SIZES = {"vocab_size": 60, "num_labels": 3}
-LAYERS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 
 
-def bert() -> PreTrainedModel:
-    layers = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return BertForSequenceClassification(BertConfig(**SIZES, **layers))
+def new_model(folder: Path, architecture: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    write_model(folder, architecture)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+    return model, AutoTokenizer.from_pretrained(folder)
 
 
-def bart() -> PreTrainedModel:
-    config = BartConfig(**SIZES, **LAYERS, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16)
-    model = BartForSequenceClassification(config)
-    assert model.model.shared.weight is model.model.encoder.embed_tokens.weight, "this test needs tied weights"
-    return model
-
-
-def gpt2() -> PreTrainedModel:
-    return GPT2ForSequenceClassification(GPT2Config(**SIZES, n_embd=16, n_layer=1, n_head=2))
-
-
-@pytest.mark.parametrize("build", [bert, bart, gpt2])
+@pytest.mark.parametrize("architecture", ["bert", "bart", "gpt2"])  # BART's embeddings are tied
 @pytest.mark.parametrize("strategy_name", ["ddp", "zero3"])
-def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, build, strategy_name):
-    model, tokenizer = build(), learn_tokenizer(["好，差。"] * 9, 8_000)
+def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, architecture, strategy_name):
+    model, tokenizer = new_model(tmp_path / "source", architecture)
     model.save_pretrained(tmp_path / "expected")
-    state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     strategy = select_strategy(Settings(strategy=strategy_name), batch_plan(), world)
     strategy.wrap(model)
-    written = tmp_path / "written"
-    stage_model(written, model, strategy.gather_model_state(model), tokenizer=tokenizer)
+    stage_model(tmp_path / "written", model, strategy.gather_model_state(model), tokenizer=tokenizer)
     for file in (tmp_path / "expected").iterdir():
-        assert (written / file.name).read_bytes() == file.read_bytes(), file.name
-    loaded = type(model).from_pretrained(written)
-    for (name, a), b in zip(state_dict.items(), loaded.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
+        assert (tmp_path / "written" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert pipeline("text-classification", str(tmp_path / "written"))("好")
 
 
 def test_the_state_that_the_strategy_has_gathered_is_written(tmp_path):
     """Not the model's own tensors, which may be shards."""
-    model, tokenizer = bert(), learn_tokenizer(["好，差。"] * 9, 8_000)
+    model, tokenizer = new_model(tmp_path / "source", "bert")
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     stage_model(tmp_path / "written", model, dict(state), tokenizer=tokenizer)
-    written = load_file(tmp_path / "written" / MODEL)
+    written = load_file(tmp_path / "written" / "model.safetensors")
     assert all(torch.equal(written[name], state[name]) for name in written)
 
 
@@ -110,48 +85,42 @@ def finish_with_model(record) -> None:
     finish(record, model=load_classifier(record.settings, data.table.class_names, data.tokenizer).model)
 
 
-def test_a_finished_run_has_the_files_and_keys_of_the_schema(new_record, capsys):
-    record, plan = new_record(max_length=16, save_strategy="no", max_steps=2)
-    begin(record, plan)
+def test_a_finished_run_has_the_files_and_keys_of_the_schema(started, capsys):
+    record = started(max_length=16, save_strategy="no", max_steps=2)
     add_steps(record, 1, 2)
     record.after_evaluation(2, "test", {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7})
     finish_with_model(record)
-    names = {path.name for path in record.folder.iterdir()}
-    assert names == {
-        *(file.name for file in (SETTINGS, SPLIT, STEPS, EVALUATIONS, METRICS)),
-        *(PREDICTIONS, MODEL_FOLDER, LOCK),
-    }
-
-    def keys_of(file: Path) -> set[str]:
-        text = (record.folder / file).read_text("utf-8")
-        objects = [json.loads(line) for line in text.splitlines()] if file.name.endswith("l") else [json.loads(text)]
-        return set(objects[0])
-
+    assert {path.name for path in record.folder.iterdir()} == {*KEYS, "predictions.csv", "model", ".lock"}
     for file, keys in KEYS.items():
-        assert keys_of(file) == {*keys.split(), *(record.settings.as_dict() if file == SETTINGS else ())}, file
+        text = (record.folder / file).read_text("utf-8")
+        content = json.loads(text.splitlines()[0] if file.endswith("l") else text)
+        assert content.keys() == {*keys.split(), *(record.settings.as_dict() if file == "settings.json" else ())}, file
     run = read_run(record.folder)
     assert run.metrics["accuracy"] == 1.0
     assert run.metrics["hash"] == hash_run(record.folder)
-    assert run.metrics["hash"] in (record.folder / MODEL_FOLDER / MODEL_CARD).read_text("utf-8")
+    assert run.metrics["hash"] in (record.folder / "model" / "README.md").read_text("utf-8")
     assert run.metrics["train_seconds"] == sum(step["seconds"] for step in run.steps)
     assert (run.metrics["padding_fraction"], run.metrics["skipped_steps"]) == (0.0, 0)
     assert run.metrics["hash"][:16] in capsys.readouterr().out
 
 
-def test_predictions_are_written_in_chunks(new_record, monkeypatch):
+@pytest.mark.parametrize("at_once", [results.CHUNK, 5])
+def test_predictions_are_those_of_a_softmax_however_many_are_in_memory(new_record, monkeypatch, at_once):
+    monkeypatch.setattr(results, "CHUNK", at_once)
     data = new_record(max_length=16)[0].run.data
     logits = np.random.default_rng(0).normal(size=(len(data.split.test), 2))
-    at_once = list(predictions_as_csv(data.table, data.split.test, logits=logits))
-    monkeypatch.setattr(results, "CHUNK", 5)
-    in_chunks = list(predictions_as_csv(data.table, data.split.test, logits=logits))
-    assert len(in_chunks) > len(at_once) == 1
-    assert "".join(in_chunks) == at_once[0]
-    assert at_once[0].count("\n") == 1 + len(data.split.test) > 6
+    texts = list(predictions_as_csv(data.table, data.split.test, logits=logits))
+    assert len(texts) == math.ceil(len(logits) / at_once)
+    frame = pd.read_csv(io.StringIO("".join(texts)))
+    assert frame.row.tolist() == data.table.rows[data.split.test].tolist()
+    assert frame.review.tolist() == data.table.texts_of(data.split.test).tolist()
+    assert frame.label.tolist() == data.table.labels[data.split.test].tolist()
+    assert frame.predicted.tolist() == logits.argmax(axis=1).tolist()
+    assert np.allclose(frame[["probability_0", "probability_1"]], softmax(logits, axis=1), rtol=1e-12)
 
 
-def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(new_record, monkeypatch):
-    record, plan = new_record(max_length=16)
-    begin(record, plan)
+def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(started, monkeypatch):
+    record = started(max_length=16)
     add_steps(record, 1)
     done: list[tuple[str, str]] = []
     flush, replace = files.flush, os.replace
@@ -159,42 +128,34 @@ def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(n
         monkeypatch.setattr(module, "flush", lambda path: (done.append(("flush", path.name)), flush(path)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append(("rename", Path(b).name)), replace(a, b)))
     finish_with_model(record)
-    assert [name for what, name in done if what == "rename"] == [PREDICTIONS, MODEL_FOLDER, METRICS.name]
-    for name, contents in ((MODEL_FOLDER, {MODEL, "config.json"}), (PREDICTIONS, set())):
+    assert [name for what, name in done if what == "rename"] == [
+        "predictions.csv",
+        "model",
+        "metrics.json",
+    ]
+    for name, contents in (("model", {"model.safetensors", "config.json"}), ("predictions.csv", set())):
         position = done.index(("rename", name))
         assert contents <= {flushed for what, flushed in done[:position] if what == "flush"}
         assert done[position + 1] == ("flush", "run")
-    assert ("flush", STEPS.name) in done[: done.index(("rename", MODEL_FOLDER))]
+    assert ("flush", "steps.jsonl") in done[: done.index(("rename", "model"))]
     assert done[-1] == ("flush", "run")
 
 
-def test_a_model_that_can_not_be_written_is_a_one_line_error_and_leaves_nothing(new_record):
+def test_a_model_that_can_not_be_written_is_a_one_line_error_and_leaves_nothing(started):
     class Model(nn.Linear):
         def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
             (folder / "half").touch()
             raise SafetensorError("I/O error: No space left on device")
 
-    record, plan = new_record()
-    begin(record, plan)
+    record = started()
     add_steps(record, 1)
     with pytest.raises(OSError, match="model could not be written: I/O error: No space left"):
         finish(record, model=Model(2, 2))
     assert not (record.folder / ".model.tmp").exists()
 
 
-def test_a_model_whose_results_can_not_be_hashed_leaves_nothing(new_record):
-    record, plan = new_record(max_length=16)
-    begin(record, plan)
-    add_steps(record, 1)
-    (record.folder / STEPS.name).unlink()
-    with pytest.raises(OSError, match=STEPS.name):
-        finish_with_model(record)
-    assert not [path.name for path in record.folder.iterdir() if "model" in path.name]
-
-
-def test_a_run_folder_that_is_gone_is_not_created_for_the_results(new_record):
-    record, plan = new_record()
-    begin(record, plan)
+def test_a_run_folder_that_is_gone_is_not_created_for_the_results(started):
+    record = started()
     add_steps(record, 1)
     record.folder.rename(record.folder.with_name("elsewhere"))
     with pytest.raises(FileNotFoundError):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-from helpers.run_records import add_steps, begin, steps_on_disk
 from helpers.worlds import fake_world
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.common.errors import RunError
@@ -31,36 +28,17 @@ def step(number: int, losses: Sequence[float], grad_norm: float) -> Step:
     return Step(line, torch.tensor(losses), torch.tensor(grad_norm))
 
 
-def reduce_over(ranks: Sequence[Sequence[Step]], monkeypatch) -> list[dict[str, Any]]:
+def reduce_over(ranks: Sequence[Sequence[Step]]) -> list[dict[str, Any]]:
     """Reduce the steps of several ranks, as each of them would."""
+    parts: list[Any] = []
 
-    sent: list[Any] = []
+    def gather(part: Any, world: World) -> list[Any]:
+        parts.append(part)  # the last rank knows those of all
+        return parts if len(parts) == len(ranks) else [part]
 
-    def gather(value: Any, world: World) -> list[Any]:
-        sent.append(value)
-        return [*sent, *[value] * (len(ranks) - len(sent))]
-
-    monkeypatch.setattr(steps_module, "all_gather_object", gather)
-    # Each call knows what the ranks before it have sent.
-    return [reduce_steps(steps, fake_world(rank, len(ranks))) for rank, steps in enumerate(ranks)][-1]
-
-
-def test_losses_are_averaged_and_counts_are_summed_over_the_ranks(monkeypatch):
-    mine = [step(1, [0.5, 0.25], 2.0), step(2, [0.25, 0.75], float("inf"))]
-    theirs = [step(1, [0.125, 0.125], 2.0), step(2, [1.0, 2.0], float("inf"))]
-    first, second = reduce_over([mine, theirs], monkeypatch)
-    assert first == {
-        "step": 1,
-        "epoch": 0.5,
-        "loss": 0.25,
-        "grad_norm": 2.0,
-        "learning_rate": 1e-3,
-        "examples": 8,
-        "tokens": 20,
-        "padded_tokens": 24,
-        "seconds": 0.25,
-    }
-    assert (second["step"], second["loss"], second["grad_norm"]) == (2, 1.0, float("inf"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps_module, "all_gather_object", gather)
+        return [reduce_steps(steps, fake_world(rank, len(ranks))) for rank, steps in enumerate(ranks)][-1]
 
 
 @given(
@@ -70,19 +48,14 @@ def test_losses_are_averaged_and_counts_are_summed_over_the_ranks(monkeypatch):
 )
 def test_the_loss_does_not_depend_on_how_the_micro_batches_are_divided_among_the_ranks(losses, ranks, order):
     """Each loss is one of a logical rank; a sharded strategy gives the ranks other ones."""
-    share = 8 // ranks
-    in_order = [losses[i] for i in order]
-    by_rank = [[step(1, in_order[rank * share : (rank + 1) * share], 1.0)] for rank in range(ranks)]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        (line,) = reduce_over(by_rank, monkeypatch)
-    assert line["loss"] == math.fsum(losses) / 8
-
-
-def test_a_rounded_sum_of_losses_would_depend_on_their_order():
-    """Otherwise the test above could not fail."""
-    losses = [1e6, 1e-6, 0.1, 0.7] * 2
-    assert len({sum(order) for order in permutations(losses[:4])}) > 1
-    assert len({mean(order) for order in permutations(losses[:4])}) == 1
+    shares = [[losses[i] for i in order[rank * 8 // ranks : (rank + 1) * 8 // ranks]] for rank in range(ranks)]
+    first, second = reduce_over([[step(1, share, 2.0), step(2, share, math.inf)] for share in shares])
+    assert first == step(1, [], 2.0).line | {
+        "loss": math.fsum(losses) / 8,  # a sum that is rounded after each addition would depend on the order
+        "grad_norm": 2.0,
+        **{"examples": 4 * ranks, "tokens": 10 * ranks, "padded_tokens": 12 * ranks},
+    }
+    assert second == first | {"step": 2, "grad_norm": math.inf}
 
 
 @pytest.mark.parametrize(
@@ -105,28 +78,40 @@ def test_padding_does_not_count_as_tokens_if_there_is_a_mask():
     assert counts == {"examples": 4, "tokens": 9, "padded_tokens": 12}
 
 
-def test_a_step_that_is_not_finite_is_reported_and_the_steps_before_it_are_written(new_record):
-    record, plan = new_record()
-    begin(record, plan)
-    add_steps(record, 1)
-    record.steps.pending = [step(2, [0.5], 1.0), step(3, [0.5], float("nan")), step(4, [0.5], 1.0)]
-    with pytest.raises(RunError, match="step 3: the gradient norm is nan; the optimizer skipped this step"):
-        record.write_steps()
-    assert steps_on_disk(record) == [1, 2]
-    assert record.steps.last_step == 2
+# ---- steps that are not finite ---------------------------------------------------------------------------------------
+
+
+def write(record: RunRecord, *steps: tuple[float, float], first: int = 1) -> None:
+    """Write steps with these losses and gradient norms."""
+    record.steps.pending = [step(number, [loss], norm) for number, (loss, norm) in enumerate(steps, start=first)]
+    record.steps.last_step = first + len(steps) - 1
+    record.write_steps()
 
 
 def norms_on_disk(record: RunRecord) -> list[float | None]:
     return [json.loads(line)["grad_norm"] for line in (record.folder / STEPS.name).read_text().splitlines()]
 
 
-def test_a_step_that_overflowed_in_fp16_is_counted_and_training_continues(new_record, capsys):
-    record, plan = new_record(precision="fp16", logging_steps=2)
-    begin(record, plan)
+@pytest.mark.parametrize(
+    ("precision", "steps", "message"),
+    [
+        ("fp32", [(0.5, math.nan), (0.5, 1.0)], "^step 2: the gradient norm is nan; the optimizer skipped this step$"),
+        ("fp32", [(math.inf, 1.0)], r"^step 2: the loss is not finite on rank 0, rows [\d, ]+$"),
+        ("fp16", [(math.nan, math.nan)], "^step 2: the loss is not finite on rank 0"),  # no overflow of gradients
+    ],
+)
+def test_a_step_that_is_not_finite_is_reported_and_the_steps_before_it_are_written(started, precision, steps, message):
+    record = started(precision=precision)
+    with pytest.raises(RunError, match=message):
+        write(record, (0.5, 1.25), *steps)
+    assert norms_on_disk(record) == [1.25]
+    assert record.steps.last_step == 1
+
+
+def test_a_step_that_overflowed_in_fp16_is_counted_and_training_continues(started, capsys):
+    record = started(precision="fp16", logging_steps=2)
     for number, norm in enumerate([math.inf, 1.5, math.nan, math.inf], start=1):
-        record.steps.pending.append(step(number, [0.5], norm))
-        record.steps.last_step = number
-        record.write_steps()
+        write(record, (0.5, norm), first=number)
     assert norms_on_disk(record) == [None, 1.5, None, None]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert ["overflow (step skipped)" in line for line in lines] == [False, True]
@@ -134,144 +119,63 @@ def test_a_step_that_overflowed_in_fp16_is_counted_and_training_continues(new_re
     assert StepLog(record.run, lines).skipped_in_a_row == record.steps.skipped_in_a_row == 2, "a resumed run counts on"
 
 
-@pytest.mark.parametrize("in_one_interval", [False, True])
-def test_too_many_overflows_in_a_row_have_another_cause(new_record, in_one_interval):
-    record, plan = new_record(precision="fp16")
-    begin(record, plan)
-    record.steps.pending = [step(n, [0.5], math.inf) for n in range(1, 11)] + [step(11, [0.5], 1.0)]
-    record.write_steps()
-    overflows = [step(n, [0.5], math.inf) for n in range(12, 13 + MAX_SKIPPED)]
-    *intervals, last = [overflows] if in_one_interval else [[one] for one in overflows]
-    for interval in intervals:
-        record.steps.pending = interval
-        record.write_steps()
-    record.steps.pending = last
-    with pytest.raises(RunError, match=f"step {12 + MAX_SKIPPED}: .* overflowed in fp16 in {MAX_SKIPPED + 1} steps"):
-        record.write_steps()
-    assert steps_on_disk(record) == list(range(1, 12 + MAX_SKIPPED))
-    assert norms_on_disk(record).count(None) == 10 + MAX_SKIPPED
-
-
-def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(new_record):
-    record, plan = new_record(precision="fp16")
-    begin(record, plan)
-    record.steps.pending = [step(1, [0.5], math.inf), step(2, [math.nan], math.nan)]
-    with pytest.raises(RunError, match="step 2: the loss is not finite on rank 0"):
-        record.write_steps()
-    assert steps_on_disk(record) == [1]
-
-
-def test_a_loss_that_is_not_finite_fails_the_run_even_if_the_gradient_norm_is(new_record):
-    record, plan = new_record()
-    begin(record, plan)
-    record.steps.pending = [step(1, [0.5], 1.0), step(2, [math.inf], 1.0)]
-    with pytest.raises(RunError, match=r"^step 2: the loss is not finite on rank 0, rows [\d, ]+$"):
-        record.write_steps()
-    assert steps_on_disk(record) == [1]
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_too_many_overflows_in_a_row_have_another_cause(started, at_once):
+    record = started(precision="fp16")
+    write(record, *[(0.5, math.inf)] * 10, (0.5, 1.0))  # the last one ends the row
+    overflows = [(0.5, math.inf)] * (MAX_SKIPPED + 1)
+    *intervals, last = range(0, len(overflows), at_once)
+    for start in intervals:
+        write(record, *overflows[start : start + at_once], first=12 + start)
+    message = f"step {12 + MAX_SKIPPED}: .* overflowed in fp16 in {MAX_SKIPPED + 1} steps"
+    with pytest.raises(RunError, match=message):
+        write(record, *overflows[last:], first=12 + last)
+    assert norms_on_disk(record) == [*[None] * 10, 1.0, *[None] * MAX_SKIPPED]
 
 
 @pytest.mark.parametrize(
-    ("losses", "grad_norm", "hook", "skipped", "message"),
+    ("losses", "hook", "message"),
     [
-        ([0.5, math.nan], math.nan, "no", 3, "the loss is not finite on rank 1, rows 7, 9"),
-        ([1.0, 0.5], math.inf, "no", 0, "the gradient norm is inf"),
-        (
-            *([1.0, 0.5], math.inf, "fp16", 0),
-            "the gradient norm is inf (--ddp_comm_hook fp16 rounds a gradient above 65504 to infinity; bf16 does not)",
-        ),
-        ([1.0, 0.5], math.inf, "bf16", 0, "the gradient norm is inf"),
+        ([0.5, math.nan], "no", "the loss is not finite on rank 1, rows 7, 9; the"),
+        ([1.0, 0.5], "fp16", "the gradient norm is inf (--ddp_comm_hook fp16 rounds a gradient above 65504 to inf"),
+        ([1.0, 0.5], "bf16", "the gradient norm is inf; the"),
     ],
 )
-def test_the_error_names_ranks_and_rows(new_record, monkeypatch, losses, grad_norm, hook, skipped, message):
+def test_the_error_names_ranks_rows_and_a_hook_that_overflows(new_record, monkeypatch, losses, hook, message):
     monkeypatch.setattr(steps_module, "all_gather_object", lambda mine, world: [(True, "1, 2"), mine])
-    record, _ = new_record(precision="fp16", ddp_comm_hook=hook)
-    log = StepLog(record.run, ['{"grad_norm": null}\n'] * skipped)
-    error = log.nonfinite_error(step(4, losses, grad_norm))
-    assert str(error) == f"step 4: {message}; the optimizer skipped this step"
+    record, _ = new_record(ddp_comm_hook=hook)
+    error = StepLog(record.run, []).nonfinite_error(step(4, losses, math.inf))
+    assert str(error).startswith(f"step 4: {message}")
 
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 
-class Disk:
-    """A disk with `room` bytes left. It takes the place of the file that a log opens."""
-
-    def __init__(self, room: int, content: bytes = b"") -> None:
-        self.room, self.content = room, content
-        self.fails_at_close = False
-
-    def open(self, mode: str) -> Disk:
-        assert mode == "ab"
-        return self
-
-    def __enter__(self) -> Disk:
-        return self
-
-    def __exit__(self, problem: object, *_: object) -> None:
-        if self.fails_at_close and problem is None:  # as NFS does when a quota is exceeded
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    def write(self, content: bytes) -> None:
-        accepted = content[: self.room]
-        self.room -= len(accepted)
-        self.content += accepted
-        if accepted != content:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    def truncate(self, size: int) -> None:
-        self.room += len(self.content) - size
-        self.content = self.content[:size]
-
-
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lines=st.lists(st.text("abé好", max_size=9).map(lambda text: text + "\n"), max_size=12),
     rooms=st.lists(st.integers(0, 30), min_size=12, max_size=12),
     n_kept=st.integers(0, 3),
     stale=st.booleans(),
 )
-def test_no_line_is_missing_or_repeated_once_there_is_room_on_a_full_disk(lines, rooms, n_kept, stale):
+def test_no_line_is_missing_or_repeated_once_there_is_room_on_a_full_disk(
+    tmp_path, files_up_to, lines, rooms, n_kept, stale
+):
     kept, lines = lines[:n_kept], lines[n_kept:]
-    disk = Disk(0, ("".join(kept) + "stale\n" * stale).encode())
-    log = MetricsLog(disk, kept)
-    for number, (line, room) in enumerate(zip(lines, rooms, strict=False), start=1):
-        disk.room += room
-        with suppress(OSError):
-            log.append([line])
-        assert "".join(kept + lines[:number]).encode().startswith(disk.content)
-    disk.room += 10_000
-    log.append([])
-    assert disk.content == "".join(kept + lines).encode()
-
-
-def test_no_line_is_repeated_if_a_failure_is_reported_only_when_the_file_is_closed():
-    disk = Disk(100)
-    log = MetricsLog(disk)
-    log.append(["1\n"])
-    disk.fails_at_close = True
-    with pytest.raises(OSError, match="quota"):
-        log.append(["2\n"])
-    disk.fails_at_close = False
-    log.append(["3\n"])
-    assert disk.content == b"1\n2\n3\n"
-
-
-@pytest.mark.parametrize("before", ["1\n2\nstale\n", "1\n2\n"])
-def test_a_log_is_cut_after_the_kept_lines_when_the_first_one_is_appended(tmp_path, before):
-    path = tmp_path / "steps.jsonl"
+    path, before = tmp_path / "steps.jsonl", "".join(kept) + "stale\n" * stale
     path.write_text(before)
-    log = MetricsLog(path, ["1\n", "2\n"])
-    assert path.read_text() == before
-    log.append(["3\n"])
-    assert path.read_text() == "1\n2\n3\n"
+    log = MetricsLog(path, kept)
+    assert path.read_text() == before, "a log is cut when the first new line is appended, not before"
+    for number, (line, room) in enumerate(zip(lines, rooms, strict=False), start=1):
+        with files_up_to(path.stat().st_size + room), suppress(OSError):
+            log.append([line])
+        assert "".join(kept + lines[:number]).encode().startswith(path.read_bytes())
     log.flush()
-    assert path.read_text() == "1\n2\n3\n"
+    assert path.read_text() == "".join(kept + lines)
 
 
-def test_a_log_without_lines_is_not_created(tmp_path):
+def test_a_log_without_lines_or_without_its_folder_is_not_created(tmp_path):
     MetricsLog(tmp_path / "evaluations.jsonl").flush()
-    assert not list(tmp_path.iterdir())
-    log = MetricsLog(tmp_path / "gone" / "steps.jsonl")
     with pytest.raises(FileNotFoundError):
-        log.append(["1\n"])
-    assert log.pending == b"1\n"
-    assert not (tmp_path / "gone").exists()
+        MetricsLog(tmp_path / "gone" / "steps.jsonl").append(["1\n"])
+    assert not list(tmp_path.iterdir())

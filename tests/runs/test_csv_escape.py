@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-import time
 
 import pytest
 from hypothesis import example, given
@@ -59,7 +58,5 @@ def test_no_cell_begins_a_formula_under_any_separator(texts):
 
 
 def test_escaping_a_text_of_separators_takes_linear_time():
-    text = "\t\n" * 500_000
-    start = time.process_time()
+    text = "\t\n" * 500_000  # in quadratic time, the test would exceed its time limit
     assert escape(text) == text
-    assert time.process_time() - start < 5
