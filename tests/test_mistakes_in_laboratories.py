@@ -12,9 +12,10 @@ import pytest
 
 from app.bench import scaling, speed
 from app.experiments import faults, same_bits
+from app.plan import __main__ as plan
 from app.program import run_program
 
-PROGRAMS = {"faults": faults, "same_bits": same_bits, "scaling": scaling, "speed": speed}
+PROGRAMS = {"faults": faults, "plan": plan, "same_bits": same_bits, "scaling": scaling, "speed": speed}
 MISTAKES = {
     "scaling --ranks 3": "--train_batch_size 32 cannot be divided among 3 ranks",
     "scaling --links fast": "--links: fast",
@@ -30,6 +31,12 @@ MISTAKES = {
     "faults --kills 0": "--kills: 0",
     "faults --ranks -1": "--ranks: -1",
     "faults --csv missing.csv": "missing.csv: no such file",
+    "plan --ranks=0": "argument --ranks: 0: must be a whole number, 1 or more",
+    "plan --ranks=8 --ranks_per_node=3": "--ranks_per_node 3: must divide --ranks 8",
+    "plan --ranks=2 --measure --ranks_per_node=1": "--measure: ",
+    "plan --device_memory=24": "--device_memory 24: must be a number with a unit, such as 24GiB or 80GB",
+    "plan --device_memory=0GiB": "--device_memory 0GiB: must be a number with a unit",
+    "plan --csv missing.csv": "missing.csv: no such file",
     "same_bits --dry_run": "unknown argument --dry_run",
     "same_bits --strategy=zero1": "did you mean --strategies?",
     "same_bits --ddp_comm_hook=bf16": "--ddp_comm_hook bf16",

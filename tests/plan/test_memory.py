@@ -1,8 +1,7 @@
-"""The formulas for the memory of each strategy."""
+"""The formulas for the memory of each strategy. tests/bench/test_benchmarks.py compares them with measured memory."""
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,18 +13,25 @@ from torch import nn
 
 from app.distributed.world import Topology
 from app.plan.memory import RankMemory, gathered_after_forward, plan_memory
+from app.settings import SHARDED, WRAPPED_IN_DDP
 
 MODEL = Shapes([(10, 4), (6, 4), (2, 4), (4,), (2,)])
 ELEMENTS = 40 + 24 + 8 + 4 + 2
-TWO_OF_TWO = {"per_rank": 2, "accumulation": 2}
+BLOCKS = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)  # 77 elements, of which the last two are no block
 
 
-def memory_of(model: nn.Module, strategy: str, topology: Topology, **more: Any) -> list[RankMemory]:
-    return plan_memory(plan_of(model, strategy, topology, **more))
+def memory_of(
+    model: nn.Module, strategy: str, ranks: int = 2, *, inside: int | None = None, **more: Any
+) -> list[RankMemory]:
+    """The memory of each rank."""
+    return plan_memory(plan_of(model, strategy, Topology(ranks, inside or ranks), **more))
 
 
 def states(model: nn.Module, strategy: str, ranks: int) -> list[int]:
-    return [memory.state for memory in memory_of(model, strategy, Topology(ranks, ranks))]
+    return [memory.state for memory in memory_of(model, strategy, ranks)]
+
+
+# ---- parameters, gradients and moments ------------------------------------------------------------------------------
 
 
 def test_the_bytes_of_a_small_model_are_as_counted_by_hand():
@@ -36,6 +42,8 @@ def test_the_bytes_of_a_small_model_are_as_counted_by_hand():
     shards = [12 + 8 + 4 + 1 + 1, 12 + 8 + 4 + 1 + 1, 12 + 8 + 0 + 1 + 0, 4 + 0 + 0 + 1 + 0]
     for strategy in ("zero2", "zero3"):
         assert states(MODEL, strategy, 4) == [16 * shard for shard in shards]
+    in_fp64 = Shapes([(4, 4)], torch.float64)
+    assert states(in_fp64, "zero3", 2) == [4 * 8 * 8] * 2
 
 
 @given(
@@ -50,82 +58,27 @@ def test_all_ranks_together_hold_each_moment_once(shapes, ranks, strategy):
     assert sum(states(Shapes(shapes), strategy, ranks)) == replicated + sharded
 
 
-def test_other_dtypes_have_other_sizes():
-    model = Shapes([(4, 4)], torch.float64)
-    assert states(model, "ddp", 1) == [4 * 16 * 8]
-    assert states(model, "zero3", 2) == [4 * 8 * 8] * 2
-
-
 def test_frozen_parameters_have_neither_gradients_nor_moments():
     model = Shapes([(4, 4), (2, 4)])
     model.weights[0].requires_grad_(False)
-    assert memory_of(model, "ddp", Topology(1, 1)) == [RankMemory(4 * 24, 4 * 8, 8 * 8)]
-    (first, second) = memory_of(model, "zero3", Topology(2, 2))
-    assert (first.parameters, first.gradients, first.optimizer) == (4 * 12, 4 * 4, 8 * 4)
-    assert first.state == second.state
+    assert memory_of(model, "ddp", 1) == [RankMemory(4 * 24, 4 * 8, 8 * 8)]
+    for shard in memory_of(model, "zero3"):
+        assert (shard.parameters, shard.gradients, shard.optimizer) == (4 * 12, 4 * 4, 8 * 4)
+
+
+# ---- what a step needs besides them ---------------------------------------------------------------------------------
 
 
 def test_a_sharded_strategy_gathers_all_parameters_or_some_blocks():
-    model = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)
-    for strategy, size in {"ddp": 0, "zero1": 0, "zero2": 308, "zero3": 4 * 11}.items():
-        assert gathered_after_forward(plan_of(model, strategy, Topology(2, 2))) == size
-    for strategy, size in {"zero2": 154, "zero3": 2 * 11}.items():
-        in_bf16 = plan_of(model, strategy, Topology(2, 2), precision="bf16", param_dtype="bf16")
-        assert gathered_after_forward(in_bf16) == size
-    assert memory_of(model, "zero2", Topology(2, 2))[0].gathered == 4 * 77
-    assert memory_of(model, "zero3", Topology(2, 2))[0].gathered == 4 * (32 + 24 + 8 + 3), (
-        "the two largest blocks, and the rest"
-    )
-    assert memory_of(model, "zero3", Topology(2, 2))[0].exchange == 3 * 4 * 32
-
-
-@pytest.mark.parametrize(("logical_ranks_per_rank", "partial_sums"), [(1, 0), (2, 1), (4, 2), (8, 3)])
-def test_partial_sums_over_logical_ranks_need_memory(logical_ranks_per_rank, partial_sums):
-    for strategy, size in (
-        ("ddp", 4 * ELEMENTS),
-        ("zero2", memory_of(MODEL, "zero2", Topology(2, 2))[0].gradients),
-    ):
-        plan = memory_of(MODEL, strategy, Topology(2, 2), per_rank=logical_ranks_per_rank)
-        assert (plan[0].partial_sums, plan[0].accumulated) == (partial_sums * size, 0)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_several_micro_batches_of_a_logical_rank_need_its_complete_gradients(strategy):
-    memory = memory_of(MODEL, strategy, Topology(2, 2), **TWO_OF_TWO)[0]
-    assert memory.accumulated == 4 * ELEMENTS
-    assert (
-        memory.on_device == memory.state + memory.gathered + memory.exchange + memory.accumulated + memory.partial_sums
-    )
-
-
-def test_offloading_keeps_shards_in_main_memory_and_the_rest_on_the_device():
-    memory, offloaded = (
-        memory_of(MODEL, "zero3", Topology(4, 4), cpu_offload=offload, **TWO_OF_TWO)[0] for offload in (False, True)
-    )
-    assert offloaded.in_main_memory == memory.state + memory.partial_sums
-    assert offloaded.on_device == memory.gathered + memory.exchange + memory.accumulated
-    assert (memory.in_main_memory, memory.on_device) == (0, offloaded.in_main_memory + offloaded.on_device)
-
-
-def test_three_ranks_receive_buckets_of_the_others():
-    assert memory_of(MODEL, "ddp", Topology(2, 2))[0].exchange == 0
-    assert memory_of(MODEL, "ddp", Topology(3, 3))[0].exchange == 4 * ELEMENTS, "no more than all gradients"
-    two_mib = Shapes([(512, 1024)] * 9)
-    cases = ((Topology(4, 4), "cpu", 3), (Topology(4, 2), "cpu", 5), (Topology(4, 2), "cuda", 1))
-    for (topology, name, buckets), strategy in product(cases, ("ddp", "zero1")):
-        (memory, *_) = memory_of(two_mib, strategy, topology, device=torch.device(name), ddp_bucket_cap_mb=1)
-        assert memory.exchange == buckets * 2 * 2**20
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_compressed_gradients_need_memory(strategy):
-    model = Shapes([(10, 4), (6, 4)])  # 64 elements
-    for hook, size in {"no": 0, "fp16": 2 * 64, "bf16": 2 * 64, "power_sgd": 12 * 64}.items():
-        assert {memory.exchange for memory in memory_of(model, strategy, Topology(2, 2), ddp_comm_hook=hook)} == {size}
-    for hook, element in {"no": 4, "bf16": 2}.items():
-        (memory, *_) = memory_of(model, strategy, Topology(4, 4), per_rank=2, ddp_comm_hook=hook)
-        copy = 2 * 64 if hook == "bf16" else 0
-        assert (memory.exchange, memory.partial_sums) == (element * 64 + copy, element * 64)
+    for strategy, size in {"ddp": 0, "zero1": 0, "zero2": 4 * 77, "zero3": 4 * 11}.items():
+        assert gathered_after_forward(plan_of(BLOCKS, strategy, Topology(2, 2))) == size
+        if strategy in SHARDED:
+            in_bf16 = plan_of(BLOCKS, strategy, Topology(2, 2), precision="bf16", param_dtype="bf16")
+            assert gathered_after_forward(in_bf16) == size // 2
+    zero2, zero3 = (memory_of(BLOCKS, strategy)[0] for strategy in ("zero2", "zero3"))
+    assert zero2.gathered == 4 * 77
+    assert zero3.gathered == 4 * (32 + 24 + 8 + 3), "the two largest blocks, and the rest"
+    assert zero3.exchange == 3 * 4 * 32
 
 
 @pytest.mark.parametrize(
@@ -141,11 +94,49 @@ def test_compressed_gradients_need_memory(strategy):
 def test_parameters_and_gradients_in_bf16_need_half_the_memory_for_a_time(
     param_dtype, reduce_dtype, gathered, exchange, sums
 ):
-    model = Shapes([(8, 4), (5, 2), (6, 4), (2, 4), (3,)], blocks=3)
     dtypes = {"precision": "bf16", "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    plain, narrow = (
-        memory_of(model, "zero2", Topology(2, 2), **changes)[0] for changes in ({}, {"per_rank": 2, **dtypes})
-    )
+    narrow = memory_of(BLOCKS, "zero2", per_rank=2, **dtypes)[0]
     assert (narrow.gathered, narrow.exchange) == (gathered * 77, exchange * 32)
     assert narrow.partial_sums == sums * narrow.gradients // 4
-    assert narrow.state == plain.state, "shards stay in fp32"
+    assert narrow.state == memory_of(BLOCKS, "zero2")[0].state, "shards stay in fp32"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_gradients_of_logical_ranks_and_micro_batches_add_up_beside_the_others(strategy):
+    plain = memory_of(MODEL, strategy)[0]
+    assert (plain.partial_sums, plain.accumulated) == (0, 0)
+    for per_rank, partial_sums in {2: 1, 4: 2, 8: 3}.items():
+        memory = memory_of(MODEL, strategy, per_rank=per_rank)[0]
+        assert (memory.partial_sums, memory.accumulated) == (partial_sums * plain.gradients, 0)
+    both = memory_of(MODEL, strategy, per_rank=2, accumulation=2)[0]
+    assert (both.partial_sums, both.accumulated) == (plain.gradients, 4 * ELEMENTS)
+    assert both.on_device == both.state + both.gathered + both.exchange + both.accumulated + both.partial_sums
+
+
+def test_offloading_keeps_shards_in_main_memory_and_the_rest_on_the_device():
+    memory, offloaded = (
+        memory_of(MODEL, "zero3", 4, per_rank=2, accumulation=2, cpu_offload=offload)[0] for offload in (False, True)
+    )
+    assert offloaded.in_main_memory == memory.state + memory.partial_sums
+    assert offloaded.on_device == memory.gathered + memory.exchange + memory.accumulated
+    assert (memory.in_main_memory, memory.on_device) == (0, offloaded.in_main_memory + offloaded.on_device)
+
+
+@pytest.mark.parametrize("strategy", WRAPPED_IN_DDP)
+def test_three_ranks_receive_buckets_of_the_others(strategy):
+    assert memory_of(MODEL, strategy, 2)[0].exchange == 0
+    assert memory_of(MODEL, strategy, 3)[0].exchange == 4 * ELEMENTS, "no more than all gradients"
+    two_mib = Shapes([(512, 1024)] * 9)
+    for inside, device, buckets in ((4, "cpu", 3), (2, "cpu", 5), (2, "cuda", 1)):
+        memory = memory_of(two_mib, strategy, 4, inside=inside, device=torch.device(device), ddp_bucket_cap_mb=1)[0]
+        assert memory.exchange == buckets * 2 * 2**20
+
+
+@pytest.mark.parametrize("strategy", WRAPPED_IN_DDP)
+def test_compressed_gradients_need_memory(strategy):
+    model = Shapes([(10, 4), (6, 4)])  # 64 elements
+    for hook, size in {"no": 0, "fp16": 2 * 64, "bf16": 2 * 64, "power_sgd": 12 * 64}.items():
+        assert {memory.exchange for memory in memory_of(model, strategy, ddp_comm_hook=hook)} == {size}
+    plain, bf16 = (memory_of(model, strategy, 4, per_rank=2, ddp_comm_hook=hook)[0] for hook in ("no", "bf16"))
+    assert (plain.exchange, plain.partial_sums) == (4 * 64, 4 * 64)
+    assert (bf16.exchange, bf16.partial_sums) == (2 * 64 + 2 * 64, 2 * 64)
