@@ -151,7 +151,7 @@ def read_config(path: str | None, only: Collection[str]) -> dict[str, Any]:
         reason = getattr(problem, "strerror", None) or "must be a YAML file with one `name: value` per line"
         raise UserError(f"--config {path}: {reason}") from None
     for name in config:
-        if name not in (*only, "bf16"):
+        if name not in only and not (name == "bf16" and "precision" in only):
             raise UserError(f"--config {path}: unknown setting {shorten(name)} (--help lists all flags)")
     return {name: value for name, value in config.items() if value not in ("", "null", "~")}
 

@@ -129,7 +129,7 @@ def train_step(
         losses.append(loss.detach())
 
     # Clip after averaging, so that every rank computes the same norm. A max_grad_norm of 0 means no clipping.
-    norm = strategy.clip_grad_norm(wrapped, settings.max_grad_norm or float("inf"), loss_scale.value)
+    norm = strategy.clip_grad_norm(settings.max_grad_norm or float("inf"), loss_scale.value)
     # Decided on the device: the host does not wait.
     skip_step_if_nonfinite(strategy.local_optimizer(optimizer), norm)
     loss_scale.update(norm)

@@ -60,6 +60,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -195,6 +196,7 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
         read_object(run, METRICS)  # which is written last
         recorded = read_object(run, SETTINGS)
         values |= {flag: recorded[flag] for flag in (*OF_PREDICTIONS, *OF_SPLIT) if recorded.get(flag) is not None}
+        values["tf32"] &= torch.cuda.is_available() and "use_cpu" not in given  # a CPU has none
     if "label_names" in given and values["label_names"] is not None:
         raise UserError(f"--label_names: the run in {run} was trained with --label_names: remove the flag")
     values |= {flag: value for flag, value in given.items() if flag in values}

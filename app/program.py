@@ -95,7 +95,7 @@ class Program(CommandLine):
             status = 2
         except Exception as failure:  # before the process group was joined
             report_failure_to_connect(failure, rank)
-        exit_now(status)  # without exit handlers, in which the library of a tracker may wait for ever
+        exit_now(status)  # without exit handlers, in which the library of a tracker may wait forever
 
 
 def check_files(settings: Settings) -> None:

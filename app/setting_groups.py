@@ -10,7 +10,6 @@ title in `--help`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -37,9 +36,29 @@ def check_name(text: str) -> str:
 
 
 def check_class_weights(text: str) -> str:
-    if text != "balanced" and not all(0 < weight < math.inf for weight in map(float, text.split(","))):
+    # fp32 holds these, and their sums over a batch.
+    if text != "balanced" and not all(1e-30 < weight < 1e30 for weight in map(float, text.split(","))):
         raise ValueError("must be `balanced`, or one number above 0 per class, such as 1,2.5")
     return text
+
+
+def check_label_names(text: str) -> str:
+    names = split_label_names(text)
+    if not names or "" in {*names, *names.values()} or len(names) <= text.count(","):
+        raise ValueError("must name each label once, such as 0=bad,1=good")
+    return text
+
+
+def check_trackers(text: str) -> str:
+    if not {name.strip() for name in text.split(",")} <= {"none", *TRACKERS}:
+        raise ValueError(f"must be one or more of none, {', '.join(TRACKERS)}")
+    return text
+
+
+def split_label_names(text: str) -> dict[str, str]:
+    """Return the names in a text such as `0=negative,1=positive`, by label."""
+    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
+    return {label.strip(): name.strip() for label, _, name in pairs}
 
 
 Name = Annotated[str, AfterValidator(check_name)]
@@ -82,7 +101,7 @@ class DataSettings:
     text_column: Annotated[Name, "column that contains the text"] = "review"
     label_column: Annotated[Name, "column that contains the class: two or more distinct integers or strings"] = "label"
     label_names: Annotated[
-        str | None,
+        Annotated[str, AfterValidator(check_label_names)] | None,
         "names of the classes in the model's config, predictions and reports, such as 0=negative,1=positive; default: "
         "the labels",
     ] = None
@@ -281,7 +300,7 @@ class OutputSettings:
         Count, "optimizer steps per logging interval; at its end, losses are averaged over the ranks and logged"
     ] = 10
     report_to: Annotated[
-        str, f"trackers, separated by commas, that also get everything that is logged: {', '.join(TRACKERS)}"
+        str, AfterValidator(check_trackers), f"trackers that also get the logs, with commas: {', '.join(TRACKERS)}"
     ] = "none"
     project: Annotated[Name, "project of the trackers"] = "samebits"
     run_name: Annotated[Name | None, "name of the run in the trackers; default: training path and folder"] = None

@@ -21,7 +21,6 @@ from .setting_groups import (
     RECIPE,
     RECIPE_OF_TINY,
     TINY,
-    TRACKERS,
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
@@ -56,22 +55,12 @@ class Settings(
         for name, default in (RECIPE_OF_TINY if self.model == TINY else RECIPE).items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        problems = [*self._malformed_texts()]
         try:
             vars(self).update(vars(VALUES.model_validate(vars(self))))
         except ValidationError as problem:
-            problems += map(describe, problem.errors())
-        if problems := problems or [*self._contradictions()]:
+            raise UserError("; ".join(map(describe, problem.errors()))) from None
+        if problems := [*self._contradictions()]:
             raise UserError("; ".join(problems))
-
-    def _malformed_texts(self) -> Iterator[str]:
-        """Yield the problems of texts that consist of several values."""
-        if self.label_names is not None:
-            names = split_label_names(self.label_names)
-            if not names or "" in {*names, *names.values()} or len(names) <= self.label_names.count(","):
-                yield f"--label_names {shorten(self.label_names)}: must name each label once, such as 0=bad,1=good"
-        if not {*split_names(self.report_to)} <= {"none", *TRACKERS}:
-            yield f"--report_to {shorten(self.report_to)}: must be one or more of none, {', '.join(TRACKERS)}"
 
     def _contradictions(self) -> Iterator[str]:
         """Yield the rules between settings that are broken."""
@@ -116,7 +105,8 @@ class Settings(
     @property
     def trackers(self) -> list[str]:
         """The names in `--report_to`, each once."""
-        return [name for name in dict.fromkeys(split_names(self.report_to)) if name != "none"]
+        names = dict.fromkeys(name.strip() for name in self.report_to.split(","))
+        return [name for name in names if name != "none"]
 
     @property
     def may_validate(self) -> bool:
@@ -141,17 +131,6 @@ class Settings(
     def as_dict(self) -> dict[str, Any]:
         """Return all settings in the order of `settings.json`."""
         return dataclasses.asdict(self)
-
-
-def split_names(text: str) -> list[str]:
-    """Return the names in a text such as `tensorboard,wandb`."""
-    return [name.strip() for name in text.split(",")]
-
-
-def split_label_names(text: str) -> dict[str, str]:
-    """Return the names in a text such as `0=negative,1=positive`, by label."""
-    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
-    return {label.strip(): name.strip() for label, _, name in pairs}
 
 
 GROUPS = Settings.__bases__[::-1]  # in the order of `--help`, which prints their docstrings as titles

@@ -79,6 +79,12 @@ def test_bf16_is_the_same_as_precision(parse, content, flags, precision):
     assert parse(*flags, config=content) == Settings(precision=precision)
 
 
+@pytest.mark.parametrize("content", ["report_to: [tensorboard]", "label_names: {0: bad}", "class_weights: [1, 2]"])
+def test_a_list_or_a_mapping_in_a_config_file_is_one_line(parse, content):
+    with pytest.raises(UserError, match=f"^--{content.partition(':')[0]} .*: must be a valid string$"):
+        parse(config=content)
+
+
 def test_either_batch_size_on_the_command_line_overrides_the_other_in_the_config_file(parse):
     assert parse(config="per_device_train_batch_size: 4").per_device_train_batch_size == 4
     settings = parse("--train_batch_size=64", config="per_device_train_batch_size: 4")

@@ -153,7 +153,7 @@ def find_checkpoint(
     if checkpoint is None and source is not None and source.resolve() != run:  # start from another run
         checkpoint = _latest(source, warn)
         if checkpoint is None:
-            reason = "has no complete checkpoint" if source.is_dir() else "no such folder"
+            reason = "has no complete checkpoint" if os.path.isdir(source) else "no such folder"
             raise UserError(f"--resume_from_checkpoint {source}: {reason}")
     if checkpoint is not None:
         state = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
@@ -176,7 +176,7 @@ def find_run(path_name: str, settings: Settings, launchers: Collection[str], *, 
     """
     output_dir, parent = settings.output_dir, RUNS / path_name
     runs = [Path(output_dir)] if output_dir else sorted(parent.glob("*"), reverse=True)
-    for run in [source, *runs] if source else runs:
+    for run in filter(None, [source, *runs] if launchers else []):
         if set(launchers) & set(read_settings(run).get("launchers") or []):
             return run.resolve()
     may_continue = output_dir is None
@@ -201,6 +201,8 @@ def _latest(place: Path, warn: Callable[[str], None]) -> Path | None:
     Raises:
         UserError: there are only others. To start again would repeat the work, although the cause may be temporary.
     """
+    if not os.path.isdir(place):  # unlike Path.is_dir, False for a name that is too long
+        return None
     folder, problem = place / CHECKPOINTS, None
     if folder.is_symlink() and not folder.exists():  # for example to a disk that is not mounted
         raise UserError(f"{folder}: links to {os.readlink(folder)}, which does not exist")

@@ -77,7 +77,7 @@ class Preempted(OneLineError):
 
 
 class AlreadyFinished(OneLineError):
-    """A restarted job found its run already finished. Exit status 0."""
+    """A restarted or resumed run has already finished. Exit status 0."""
 
 
 class AgreedError(UserError):

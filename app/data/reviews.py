@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
-from ..settings import split_label_names
+from ..setting_groups import split_label_names
 from .sources import Source, hash_json, one_line_errors
 
 Indices = NDArray[np.int64]

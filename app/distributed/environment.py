@@ -49,5 +49,5 @@ def launcher_id() -> str | None:
     It has a random name and stays the same when torchrun restarts its workers: by it, a restarted job recognizes its
     own run folder. The id of torchrun's rendezvous is `none` by default, in every job.
     """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/0/error.json
-    return str(Path(file).parents[2]) if file else None
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/0/error.json; others set it, too
+    return str(Path(file).parents[2]) if file and "TORCHELASTIC_RESTART_COUNT" in os.environ else None

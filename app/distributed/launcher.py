@@ -28,8 +28,9 @@ CPU_PROCESSES = 2  # of a job without GPUs
 # A job that is started from within another job must not inherit its ranks, nor its number of nodes (PET_NNODES is the
 # default of torchrun's --nnodes, also with --standalone): it would wait for nodes that do not start it.
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "PET_NNODES")
-KILL_SECONDS = 5.0  # in which the kernel ends killed processes; zombies may stay for ever in a container
+KILL_SECONDS = 5.0  # in which the kernel ends killed processes; zombies may stay forever in a container
 POLL_SECONDS = 0.02
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 T = TypeVar("T")
 
 
@@ -125,8 +126,7 @@ class TorchrunJob:
                 env=self.environment,
                 stdout=stdout,
                 stderr=stderr or (subprocess.STDOUT if stdout else None),
-                # Ctrl-C in a terminal would reach torchrun twice, and the second signal interrupts its clean-up.
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C in a terminal is for this process only, which ends the job
             )
         return self
 
@@ -158,6 +158,7 @@ class TorchrunJob:
         return None
 
     def __exit__(self, *failure: object) -> None:
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)  # a second Ctrl-C waits
         self.torchrun.send_signal(signal.SIGSTOP)  # it can neither restart a rank nor lose sight of one meanwhile
         processes = self.processes()
         self.torchrun.kill()
@@ -166,3 +167,4 @@ class TorchrunJob:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(processes, KILL_SECONDS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)

@@ -27,13 +27,15 @@ def use_reachable_interface() -> None:
 def find_route(master_addr: str) -> tuple[str, str] | None:
     """Return the address and interface with which this node reaches node 0, or None if node 0 is unreachable.
 
-    On node 0, its name may be a loopback address. Then the first interface counts, and loopback only without others.
+    On node 0, its name may be a loopback address. Then the default route counts, without one the first interface, and
+    loopback only if there is no other.
     """
     if (own := _own_address(master_addr)) is None:
         return None
     by_name = psutil.net_if_addrs().items()
     interfaces = {a.address: name for name, addresses in by_name for a in addresses if a.family in FAMILIES}
-    usable = [address for address in (own, *interfaces) if address in interfaces]
+    candidates = (own, _own_address("192.0.2.1"), *interfaces)  # in no network (RFC 5737): for the default route
+    usable = [address for address in candidates if address in interfaces]
     address = min(usable, key=lambda address: ipaddress.ip_address(address).is_loopback, default=None)
     return None if address is None else (address, interfaces[address])
 

@@ -77,13 +77,9 @@ class World:
         return self.rank == 0
 
     @property
-    def all_ranks(self) -> RankGroup:
-        return RankGroup(None, self.size, self.rank)
-
-    @property
     def levels(self) -> tuple[RankGroup, ...]:
         """The groups in which gradients are summed, one after another."""
-        return self.node_groups or (self.all_ranks,)
+        return self.node_groups or (RankGroup(None, self.size, self.rank),)
 
     def print_main(self, text: str) -> None:
         """Print on rank 0 only. Not a collective."""

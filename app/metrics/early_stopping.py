@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from ..settings import Settings
 
@@ -22,7 +22,7 @@ class EarlyStopping:
         self.evaluations = 0  # since the last improvement
         self.stops = False  # whether training ends; it stays true
 
-    def add(self, metrics: Mapping[str, float]) -> None:
+    def add(self, metrics: Mapping[str, Any]) -> None:
         """Take the scores of an evaluation into account."""
         if self.patience is None:
             return
@@ -33,11 +33,6 @@ class EarlyStopping:
         if self.best is None or gain > 0:
             self.best = value
         self.stops = self.stops or self.evaluations >= self.patience
-
-    def add_all(self, lines: Iterable[str]) -> None:
-        """Take the lines of evaluations.jsonl into account."""
-        for line in lines:
-            self.add(json.loads(line))
 
     def __str__(self) -> str:
         return f"stopped early: {self.metric} has not improved enough in {self.evaluations} evaluation(s) in a row"

@@ -24,12 +24,11 @@ class BestWeights:
         """`evaluations` are the lines of the run so far."""
         self.checkpoints, self.evaluations = checkpoints, evaluations
         self.enabled, self.metric = settings.load_best_model_at_end, settings.metric_for_best_model
-        self.unsaved: set[int] = set()  # steps whose weights could not be written
 
     def best(self, up_to: float = math.inf) -> Path | None:
         """Return the folder of the best weights up to a step, of equal ones the first; None without any."""
         sign = 1 if self.metric == "loss" else -1
-        saved = [line for line in self.evaluations if line["step"] <= up_to and line["step"] not in self.unsaved]
+        saved = [line for line in self.evaluations if line["step"] <= up_to and "weights" not in line]
         best = min(saved, key=lambda line: sign * line[self.metric], default=None)
         return self.checkpoints.folder / f"{BEST_PREFIX}{best['step']}" if best and self.enabled else None
 
@@ -57,7 +56,7 @@ class BestWeights:
         best = self.best()
         if best is not None and best != before:
             saved = self.checkpoints.save(best.name, lambda folder: state.save(folder, weights_only=True))
-            self.unsaved |= set() if saved else {evaluation["step"]}
+            evaluation |= {} if saved else {"weights": "could not be written"}  # in evaluations.jsonl, too
 
     def remove_unused(self) -> None:
         """Remove weights that are neither the best nor needed to resume from a checkpoint. Call it on rank 0."""

@@ -59,8 +59,10 @@ class RunRecord:
         self.steps = StepLog(run, lines[STEPS.name])
         self.best = BestWeights(self.checkpoints, run.settings, list(map(json.loads, lines[EVALUATIONS.name])))
         self.early_stopping = EarlyStopping(run.settings)
-        self.early_stopping.add_all(lines[EVALUATIONS.name])
+        for line in self.best.evaluations:
+            self.early_stopping.add(line)
         self.trackers = Trackers(run)
+        self.bar = tqdm(disable=True)  # until `begin`
         self.profiler: StepProfiler | None = None
         if run.settings.profile:
             from ..profiling.profiler import StepProfiler  # here, because other runs do not need it
@@ -143,6 +145,7 @@ class RunRecord:
             failure.add_note(f"after step {self.steps.last_step}; latest valid checkpoint: {checkpoint}")
             raise
         finally:
+            self.bar.close()  # otherwise the line of a failure would follow it
             self.trackers.close()
 
     # ---- steps and evaluations --------------------------------------------------------------------------------------
@@ -242,7 +245,9 @@ class RunRecord:
         try:
             log.append(text)
         except OSError as problem:  # the log keeps the lines in memory until they can be written
-            stop_or_warn(log.path, problem, self.settings.on_save_failure, warn=warn_once)
+            if self.settings.on_save_failure == "stop":  # as an error of this rank alone: the others lose contact
+                raise OSError(f"{log.path} could not be written: {problem.strerror or problem}") from None
+            stop_or_warn(log.path, problem, "continue", warn=warn_once)
         self.trackers.log(name, lines)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

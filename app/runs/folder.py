@@ -47,11 +47,10 @@ def point_latest(folder: Path) -> None:
 
 def reject_used(requested: str | None) -> None:
     """Raise UserError if `create_folder` would reject a folder because it is a file or not empty."""
-    folder = Path(requested or "")
-    if requested is None or not folder.exists():
+    if requested is None or not os.path.exists(requested):  # unlike Path.exists, False for a name that is too long
         return
     # A run that was killed at its start leaves its lock, and files that are not complete.
-    names = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else {""}
+    names = {*os.listdir(requested)} - {LOCK} if os.path.isdir(requested) and os.access(requested, os.R_OK) else {""}
     if not all(name.startswith(".") and name.endswith(".tmp") for name in names):
         raise UserError(f"--output_dir {requested}: exists and is not an empty folder: name a new one")
 

@@ -39,8 +39,7 @@ class Strategy(Protocol):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose forward and backward passes train the model on all ranks. Collective.
 
-        The model is complete, on the CPU. Here it is placed on this rank's device: as a
-        whole, or one block after another if it is sharded.
+        The model is complete, on the CPU. Here it is placed on this rank's device, one block after another if sharded.
         """
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
@@ -56,7 +55,7 @@ class Strategy(Protocol):
         done, the gradients are summed over all logical ranks and divided by the number of ranks.
         """
 
-    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
         """Divide the gradients by the loss scale, and scale them down if their norm exceeds `max_norm`. Collective.
 
         The squares are summed in fp64 and the norm is rounded to fp32, which removes the rounding errors of the sum. So
@@ -128,8 +127,6 @@ def clip_by_norm(
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of this rank's shard of a tensor, or of all of it if it is not sharded."""
-    if not isinstance(tensor, DTensor):
-        return tensor
     return local_parts([tensor])[0]
 
 

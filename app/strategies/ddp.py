@@ -113,7 +113,7 @@ class DDPStrategy:
             parameter.grad = torch.zeros_like(parameter) if keep else None
 
     @record_function(CLIP)
-    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = (sum_of_squares(gradients).sqrt() / loss_scale).to(self.parameters[0].dtype)
         clip_by_norm(gradients, norm, max_norm, loss_scale=loss_scale)

@@ -172,7 +172,7 @@ class FullyShardStrategy:
         return gradients if self.reduce_dtype is None else [gradient.to(self.reduce_dtype) for gradient in gradients]
 
     @record_function(CLIP)
-    def clip_grad_norm(self, wrapped: torch.nn.Module, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
         gradients = local_parts(parameter.grad for parameter in self.parameters if parameter.grad is not None)
         total = sum_of_squares(gradients).to(self.world.device)
         dist.all_reduce(total)

@@ -89,10 +89,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter, besides its
 
 
 class VectorTails:
-    """Hooks that run before and after each step of an optimizer."""
+    """Make the results of fused AdamW on CPUs independent of how a tensor is sharded, by hooks around each step.
+
+    PyTorch's kernel updates the elements at the end of a tensor that do not fill a vector register by instructions that
+    round differently. Here they are updated once more, at the beginning of a vector that is padded with zeros.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register the hooks of `optimizer`, fused AdamW."""
         # Parameters, and the new tails of each: its own and its moments'.
         self.updated: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
         self.on_cpu: bool | None = None  # known from the first step on, when the parameters are where they stay

@@ -120,7 +120,7 @@ class ReviewTrainer(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         """Clip with the strategy, and keep the norm: Trainer's public hooks do not get it as a tensor on the device."""
-        self.grad_norm = self.prepared.strategy.clip_grad_norm(model, self.args.max_grad_norm, self.loss_scale.value)
+        self.grad_norm = self.prepared.strategy.clip_grad_norm(self.args.max_grad_norm, self.loss_scale.value)
         return self.grad_norm
 
     # ---- evaluation ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.resume import Resume, check_compatible, find_resume
 from ..common.errors import AgreedError, UserError
-from ..common.files import remove
 from ..common.machine import Arithmetic, device_name
 from ..data.loaders import EvalSet
 from ..data.sampler import BatchPlan
@@ -155,13 +155,16 @@ def open_folder(path_name: str, settings: Settings, resume: Resume, *, world: Wo
         if world.is_main_process and path is None:
             path = create_folder(settings.output_dir, RUNS / path_name)
             lock_fd = lock(path)
+            reject_used(settings.output_dir)  # another job may have run here and ended between its check and the lock
     path = broadcast_object(path, world)
     assert path is not None
     needs_all = settings.save_strategy != "no" or settings.load_best_model_at_end or settings.profile
     visible = all_gather_object((path / LOCK).exists(), world)
     if needs_all and not all(visible):
         if world.is_main_process and resume.folder is None:
-            remove(path)
+            (path / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # a folder that is mounted
+                path.rmdir()
         ranks = ", ".join(str(rank) for rank, sees_it in enumerate(visible) if not sees_it)
         raise AgreedError(
             f"--output_dir {path}: rank(s) {ranks} cannot see it: name a folder on a file system that all nodes share, "

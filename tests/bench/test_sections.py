@@ -110,7 +110,7 @@ def test_the_sum_in_one_level_ignores_nodes():
     world = fake_world(3, 4, inside=2)
     groups = tuple(RankGroup(None, 2, 1) for _ in range(2))
     strategy = in_one_level(Settings(), batch_plan(4), replace(world, node_groups=groups))
-    assert strategy.world.levels == (world.all_ranks,)
+    assert strategy.world.levels == (RankGroup(None, world.size, world.rank),)
 
 
 def test_all_variants_train_on_the_same_batches_again_and_again(make_lab):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
-from app.distributed.environment import rank_and_sizes
+from app.distributed.environment import launcher_id, rank_and_sizes
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 TORCHRUN |= {"MASTER_PORT": "29500"}
@@ -77,6 +77,15 @@ def test_any_environment_is_accepted_or_a_user_error(variables):
 
 
 @pytest.mark.launched
+def test_only_torchrun_names_a_job_by_its_folder(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/termination-log")  # as a pod of Kubernetes may
+    assert launcher_id() is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_x/none_y/attempt_0/1/error.json")
+    assert launcher_id() == "/tmp/torchelastic_x/none_y"
+
+
 def test_an_entry_point_prints_one_line(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     done = subprocess.run(

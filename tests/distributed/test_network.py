@@ -46,6 +46,11 @@ def test_on_node_0_whose_name_is_a_loopback_address_it_is_the_first_other_interf
     assert find_route("node-0") == ("10.0.0.5", "eth0")
 
 
+def test_on_node_0_the_default_route_comes_before_the_order_of_the_interfaces(node):
+    node({"node-0": "127.0.0.1", "192.0.2.1": "10.9.0.5"})
+    assert find_route("node-0") == ("10.9.0.5", "ib0")
+
+
 def test_a_machine_without_a_network_uses_loopback(node):
     node({"node-0": "127.0.0.1"}, interfaces=("lo",))
     assert find_route("node-0") == ("127.0.0.1", "lo")

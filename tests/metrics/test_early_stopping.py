@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
@@ -53,7 +51,8 @@ def test_it_stops_when_transformers_does_and_stays_stopped(
     for number, value in enumerate(values):
         if number == resumed_after:  # from the lines of evaluations.jsonl
             stopping = EarlyStopping(settings)
-            stopping.add_all(json.dumps({"step": 1, metric: earlier}) for earlier in values[:number])
+            for earlier in values[:number]:
+                stopping.add({"step": 1, metric: earlier})
         stopping.add({metric: value})
         stops.append(stopping.stops)
     assert stops == [number >= last for number in range(1, len(values) + 1)]

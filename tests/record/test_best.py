@@ -73,6 +73,15 @@ def test_weights_that_could_not_be_saved_are_not_the_best(started, monkeypatch):
     assert record.best.best().name == "best-1"
     record.best.load(record.state)
     assert [folder.name for folder in record.state.loaded] == ["best-1"]
+    add_steps(record, *range(1, 6))
+    record.save_checkpoint(5)
+    record.unlock()
+    checkpoint = record.checkpoints.folder / "checkpoint-5"
+    resumed, plan = new_record(
+        Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text())), **BEST
+    )
+    begin(resumed, plan)
+    assert resumed.best.best().name == "best-1", "as before it was interrupted"
 
 
 def test_damaged_weights_are_not_loaded(started):

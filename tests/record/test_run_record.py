@@ -69,7 +69,7 @@ def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(started,
 
 def test_a_full_disk_ends_the_run_if_that_is_requested(started, files_up_to):
     record = started(on_save_failure="stop")
-    with files_up_to(0), pytest.raises(RunError, match="File too large"):
+    with files_up_to(0), pytest.raises(OSError, match="File too large"):
         add_steps(record, 1)
 
 
