@@ -136,9 +136,7 @@ class ModelSettings:
         f"ModernBERT with one layer, or `{TINY_BERT}`, a BERT with 2 layers x 128",
     ] = TINY
     revision: Annotated[Name | None, "branch, tag or commit of a model on the Hub; default: its main branch"] = None
-    dropout: Annotated[
-        Share | None, "dropout probability that replaces every dropout probability in the model's config"
-    ] = None
+    dropout: Annotated[Share | None, "replaces every dropout probability in the model's config"] = None
     attn_implementation: Annotated[
         Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None,
         "attention implementation of transformers; default: eager on CPUs, where it is the fastest with dropout or "
@@ -154,9 +152,9 @@ class TrainingSettings:
     train_batch_size: Annotated[
         Count, "global batch size: examples per optimizer step over all ranks and accumulation steps"
     ] = 32
-    per_device_train_batch_size: Annotated[
-        Count | None, "instead of --train_batch_size: examples per rank and accumulation step"
-    ] = None
+    per_device_train_batch_size: Annotated[Count | None, "instead of --train_batch_size: examples of a micro-batch"] = (
+        None
+    )
     gradient_accumulation_steps: Annotated[
         Count, "accumulation steps (micro-batches) per optimizer step, into which the global batch is divided"
     ] = 1
@@ -167,9 +165,7 @@ class TrainingSettings:
     ] = None
     num_train_epochs: Annotated[Epochs, "number of passes over the training rows; default: 3, for `tiny` 6"] = None  # type: ignore[assignment]
     max_steps: Annotated[Steps, "total number of optimizer steps, overriding --num_train_epochs; -1: not set"] = -1
-    learning_rate: Annotated[
-        Above0 | None, "peak learning rate; default: 2e-5 for pretrained weights, otherwise 1e-3"
-    ] = None
+    learning_rate: Annotated[Above0 | None, "its peak; default: 2e-5 for pretrained weights, otherwise 1e-3"] = None
     lr_scheduler_type: Annotated[
         Literal["linear", "cosine", "constant", "constant_with_warmup"], "learning rate schedule after warmup"
     ] = "linear"
@@ -188,9 +184,7 @@ class TrainingSettings:
         "weight of each class in the training loss: `balanced` (inversely proportional to its training rows), or one "
         "number per class, such as 1,2.5, in the order of the labels; normalized over the global batch",
     ] = None
-    label_smoothing_factor: Annotated[
-        Share, "share of each training label that is divided among all classes; evaluations do not smooth"
-    ] = 0.0
+    label_smoothing_factor: Annotated[Share, "share of each training label that all classes divide"] = 0.0
     seed: Annotated[Seed, "seed of the split, the initial weights, the data order and dropout"] = 42
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64", "auto"],
@@ -227,17 +221,13 @@ class EvaluationSettings:
 
     eval_strategy: Annotated[When, "when to evaluate"] = "epoch"
     eval_steps: Annotated[Count, "optimizer steps between evaluations with --eval_strategy steps"] = 500
-    eval_batch_size: Annotated[
-        Count, "examples per evaluation batch; affects padding, and thereby scores by rounding error"
-    ] = 64
+    eval_batch_size: Annotated[Count, "examples per evaluation batch; affects the rounding of scores"] = 64
     early_stopping_patience: Annotated[
         Count | None,
         "stop training after so many evaluations in a row that did not improve --metric_for_best_model on the "
         "validation rows; default: train all steps",
     ] = None
-    early_stopping_threshold: Annotated[
-        AtLeast0, "only an improvement by more than this counts for --early_stopping_patience"
-    ] = 0.0
+    early_stopping_threshold: Annotated[AtLeast0, "improvements up to this one do not count for the patience"] = 0.0
 
 
 @dataclass
