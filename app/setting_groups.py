@@ -149,9 +149,7 @@ class ModelSettings:
 class TrainingSettings:
     """training (identical in both training paths)"""
 
-    train_batch_size: Annotated[
-        Count, "global batch size: examples per optimizer step over all ranks and accumulation steps"
-    ] = 32
+    train_batch_size: Annotated[Count, "global batch size: examples per optimizer step, over all ranks"] = 32
     per_device_train_batch_size: Annotated[Count | None, "instead of --train_batch_size: examples of a micro-batch"] = (
         None
     )
