@@ -77,10 +77,7 @@ def test_weights_that_could_not_be_saved_are_not_the_best(started, monkeypatch):
     record.save_checkpoint(5)
     record.unlock()
     checkpoint = record.checkpoints.folder / "checkpoint-5"
-    resumed, plan = new_record(
-        Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text())), **BEST
-    )
-    begin(resumed, plan)
+    resumed = started(Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text())), **BEST)
     assert resumed.best.best().name == "best-1", "as before it was interrupted"
 
 
