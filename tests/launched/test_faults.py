@@ -109,7 +109,8 @@ def test_a_completely_full_disk(start, mount, path_name, then):
     assert any("No space left" in line for line in done.out.splitlines() if line.startswith("warning: ")), done.out
     assert [step["step"] for step in read_steps(run)] == list(range(1, 51))
     assert pd.read_json(run / "evaluations.jsonl", lines=True)["step"].tolist() == [15, 30, 45, 50]
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-50"]
+    # Others may exist: a tmpfs counts its free pages per CPU, so a small file may still fit into one that is full.
+    assert (run / "checkpoints" / "checkpoint-50" / "run_state.json").is_file()
     read_run(run)
 
 
