@@ -77,7 +77,7 @@ def test_one_of_two_jobs_that_create_the_same_folder_is_refused(start, tmp_path,
     statuses = [done.status for done in finished]
     assert sorted(statuses) == [0, 2], finished
     (line,) = finished[statuses.index(2)].error_lines
-    assert str(run) in line or "--output_dir run" in line
+    assert line.startswith(("error: --output_dir run: ", "error: run: ")), line
     assert at_once or content_of(run) == before
     assert read_run(run).settings["path"] == PATHS[statuses.index(0)]
     assert [step["step"] for step in read_steps(run)] == [1, 2, 3]
