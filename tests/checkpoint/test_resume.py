@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.killed_run import (
+from checkpoint.killed_run import (
     CPU,
     FINGERPRINT,
     IDENTITY,

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, and a local cache of the Hugging Face Hub."""
+"""Tiny models of many architectures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from transformers import (
     RobertaConfig,
     T5Config,
     XLNetConfig,
-    set_seed,
 )
 
 from app.model.built_in import learn_tokenizer
@@ -76,18 +75,3 @@ def write_model(folder: Path, name: str, **tokenizer_changes: Any) -> Path:
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
     return folder
-
-
-def write_hub_cache(cache: Path, name: str, **commits: str) -> None:
-    """Write a local cache of the Hub that holds commits of a model.
-
-    Args:
-        commits: the commit hash of each branch. Each commit has different weights.
-    """
-    repository = cache / f"models--{name.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True)
-    for seed, (branch, commit) in enumerate(commits.items()):
-        (repository / "refs" / branch).write_text(commit)
-        snapshot = write_model(repository / "snapshots" / commit, "bert")
-        set_seed(seed)
-        AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(snapshot)).save_pretrained(snapshot)

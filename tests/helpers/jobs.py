@@ -252,30 +252,9 @@ class Outcome:
     reports: list[dict[str, Any]]
 
 
-def run_many(
-    folder: Path,
-    runs: Mapping[str, TrainingRun],
-    ranks: int = 2,
-    limit: float = 600,
-    fake_gpus: bool = False,
-    job_flags: Sequence[str] = (),
-    **environment: str,
-) -> dict[str, Outcome]:
-    """Train many runs one after another in one job, on CPUs or on fake GPUs, with one thread per rank.
-
-    Args:
-        folder: the job's working directory. A run's own folder is `folder/name` unless its flags name another.
-        runs: the runs, by name.
-        ranks: processes, or 0 for plain Python.
-        limit: seconds for all of them together.
-        fake_gpus: use fake GPUs (see `tests/fake_cuda/README.md`) instead of CPUs.
-        job_flags: what all runs of a process share, such as `--deterministic`; each run needs it as well.
-        environment: variables of the job, such as RANKS_PER_NODE, which divides the ranks among several nodes.
-
-    Returns:
-        The outcome of each run, by name.
-    """
-    return run_folders(folder, {folder: runs}, ranks, limit, fake_gpus, job_flags, **environment)[folder]
+def run_many(folder: Path, runs: Mapping[str, TrainingRun], **options: Any) -> dict[str, Outcome]:
+    """Train the runs of one folder; arguments as for `run_folders`."""
+    return run_folders(folder, {folder: runs}, **options)[folder]
 
 
 def run_folders(
@@ -287,7 +266,20 @@ def run_folders(
     job_flags: Sequence[str] = (),
     **environment: str,
 ) -> dict[Path, dict[str, Outcome]]:
-    """Like `run_many`, but the runs have several working directories, by which runs and outcomes are grouped."""
+    """Train many runs one after another in one job, on CPUs or on fake GPUs, with one thread per rank.
+
+    Args:
+        folder: of the job's own files.
+        runs: the runs, by working directory and name. A run's folder has its name unless its flags name another.
+        ranks: processes, or 0 for plain Python.
+        limit: seconds for all of them together.
+        fake_gpus: use fake GPUs (see `tests/fake_cuda/README.md`) instead of CPUs.
+        job_flags: what all runs of a process share, such as `--deterministic`; each run needs it as well.
+        environment: variables of the job, such as RANKS_PER_NODE, which divides the ranks among several nodes.
+
+    Returns:
+        The outcome of each run, by working directory and name.
+    """
     device = [] if fake_gpus else ["--use_cpu"]
     content = []
     for cwd, runs_there in runs.items():

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
-from helpers.record_fixtures import new_record  # noqa: F401
-from helpers.run_records import begin
+from record.record_fixtures import new_record  # noqa: F401
+from record.run_records import begin
 
 from app.checkpoint.resume import Resume
 from app.record.run_record import RunRecord

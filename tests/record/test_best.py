@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers.run_records import add_steps
+from record.run_records import add_steps
 
 from app.checkpoint.resume import Resume
 from app.common.errors import RunError, UserError

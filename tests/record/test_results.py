@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 import torch
 from helpers.architectures import write_model
-from helpers.run_records import add_steps, finish
 from helpers.worlds import batch_plan
+from record.run_records import add_steps, finish
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from scipy.special import softmax

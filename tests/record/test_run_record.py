@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.run_records import add_steps, begin, evaluations_on_disk, finish, steps_on_disk
+from record.run_records import add_steps, begin, evaluations_on_disk, finish, steps_on_disk
 
 from app.checkpoint.resume import Resume
 from app.common.errors import Preempted, RunError, UserError

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 from accelerate import tracking
-from helpers.run_records import add_steps
+from record.run_records import add_steps
 
 from app.common.errors import UserError
 from app.settings import Settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gradients import add_neighbors, flat_gradients, gradients_of_logical_ranks
 from helpers.worlds import batch_plan
+from strategies.gradients import add_neighbors, flat_gradients, gradients_of_logical_ranks
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.architectures import CONFIGS
-from helpers.gradients import add_neighbors
-from helpers.worlds import ThreadNetwork, batch_plan, process_group_of
+from helpers.worlds import batch_plan, process_group_of
+from strategies.gradients import add_neighbors
+from strategies.thread_network import ThreadNetwork
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AlbertConfig, AutoModelForSequenceClassification, PreTrainedModel

@@ -8,10 +8,11 @@ from itertools import chain, product
 import numpy as np
 import pytest
 import torch
-from helpers.gradients import Bucket, add_neighbors, flat
-from helpers.worlds import ThreadNetwork, batch_plan
+from helpers.worlds import batch_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies.gradients import Bucket, add_neighbors, flat
+from strategies.thread_network import ThreadNetwork
 
 from app.distributed import collectives
 from app.strategies import compression, reduction

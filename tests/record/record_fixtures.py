@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.killed_run import IDENTITY
 
 from app.checkpoint.resume import Resume
 from app.data.sampler import BatchPlan
@@ -19,7 +20,6 @@ from app.settings import Settings
 from app.strategies.optimization import mean_loss
 from app.training.build import read_and_split, select_strategy
 from app.training.prepare import Preparation, open_folder
-from helpers.killed_run import IDENTITY
 
 SMALL = {"train_batch_size": 4, "max_steps": 20, "save_strategy": "steps", "save_steps": 5}
 
