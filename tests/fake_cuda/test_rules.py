@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.jobs import ON_FAKE_GPUS, PROJECT, Job, require_fake_gpus
+from helpers.jobs import ON_FAKE_GPUS, PROJECT, Job
 
 from fake_cuda.report import REPORT
+from fake_cuda.requirement import require_fake_gpus
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 RANK = int(os.environ.get("RANK", 0))

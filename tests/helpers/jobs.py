@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -19,8 +17,6 @@ from typing import Any, NoReturn, Self
 import pandas as pd
 import psutil
 import pytest
-import torch
-from fake_cuda import guard
 
 from app.distributed.launcher import TorchrunJob, torchrun_command
 from helpers.rank_server import PIDS, ForkedJob, can_fork
@@ -46,19 +42,6 @@ def unavailable(reason: str) -> NoReturn:
     if in_ci():
         pytest.fail(f"{reason} (in CI a proof is never skipped)", pytrace=False)
     pytest.skip(reason)
-
-
-def require_fake_gpus() -> None:
-    """Skip a test on fake GPUs (see `tests/fake_cuda/README.md`) where there can't be any."""
-    if torch.backends.cuda.is_built():
-        pytest.skip("this build of PyTorch has CUDA: the tests marked gpu run on real GPUs")
-    if sys.platform != "linux":
-        pytest.skip("fake GPUs are built on Linux only")
-    if f"torch=={torch.__version__.partition('+')[0]}" not in (PROJECT / "constraints.txt").read_text().split():
-        pytest.skip("fake GPUs depend on internals of PyTorch: they are made for the version in constraints.txt")
-    if not guard.library_path().exists() and shutil.which("g++") is None:
-        unavailable("no g++, which builds tests/fake_cuda/guard.cpp: apt-get install g++")
-    guard.build()
 
 
 def find_real_csv() -> Path | None:

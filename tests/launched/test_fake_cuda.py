@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cuda.requirement import require_fake_gpus
 from helpers.architectures import write_model
-from helpers.jobs import ON_FAKE_GPUS, Job, Outcome, TrainingRun, require_fake_gpus, run_many, write_subset
+from helpers.jobs import ON_FAKE_GPUS, Job, Outcome, TrainingRun, run_many, write_subset
 
 from app.runs.hashes import hash_run
 
