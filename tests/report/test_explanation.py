@@ -33,8 +33,9 @@ def explained(a: dict, b: dict, difference: str = STEP) -> str:
             {"world_size": 1},
             "ranks 4 and 1, logical ranks 4 and 1; start both with --logical_ranks 4",
         ),
-        # No number of logical ranks fits both.
-        ({"world_size": 3, "logical_ranks": 3}, {"logical_ranks": 2}, "ranks 3 and 2, logical ranks 3 and 2"),
+        # No number of logical ranks, which is a power of two, fits both.
+        ({"world_size": 3}, {"world_size": 1}, "ranks 3 and 1, logical ranks 3 and 1"),
+        ({"world_size": 4}, {"world_size": 3}, "ranks 4 and 3, logical ranks 4 and 3"),
         (
             {"dropout": None, "learning_rate": 0.1, "a_new_setting": 1},
             {"dropout": 0.1, "a_new_setting": 2},
