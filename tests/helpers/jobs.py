@@ -17,9 +17,9 @@ from typing import Any, NoReturn, Self
 import pandas as pd
 import psutil
 import pytest
+from helpers.rank_server import PIDS, ForkedJob, can_fork
 
 from app.distributed.launcher import TorchrunJob, torchrun_command
-from helpers.rank_server import PIDS, ForkedJob, can_fork
 
 PROJECT = Path(__file__).parents[2]
 SAMPLE_CSV = PROJECT / "data" / "sample_reviews.csv"

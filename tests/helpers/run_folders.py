@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from helpers.reviews import read_reviews
 from safetensors.numpy import save_file
 
 from app.data.split import split_reviews
 from app.runs.csv_escape import escape
 from app.runs.schema import EVALUATIONS, METRICS, MODEL, MODEL_FOLDER, PREDICTIONS, SETTINGS, SPLIT, STEPS
-from helpers.reviews import read_reviews
 
 DEFAULTS = {"text_column": "review", "label_column": "label", "test_size": 0.25, "validation_size": 0.0, "seed": 42}
 DEFAULTS |= {"learning_rate": 1e-3, "world_size": 2, "devices": ["cpu", "cpu"], "versions": {"python": "3.11"}}
