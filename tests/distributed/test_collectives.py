@@ -1,41 +1,55 @@
-"""Ranks that round differently are named, and rows are gathered when they are there."""
+"""What the ranks of a job tell each other, and how long they wait."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.worlds import fake_world
 
 from app.common.machine import arithmetic, describe_mixed
 from app.distributed import collectives
-from app.distributed.collectives import gather_arithmetic, gather_rows
-
-
-@pytest.fixture
-def tf32(monkeypatch):
-    """TF32 is on, as in NVIDIA's containers."""
-    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision("highest")
-
-
-def test_tf32_from_the_environment_is_recorded(world, monkeypatch, tf32):
-    monkeypatch.delenv("MKL_CBWR", raising=False)
-    facts = gather_arithmetic(world)
-    assert facts["fp32_matmul_precision"] == ["high"]
-    assert facts["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] == ["1"]
-    assert facts["MKL_CBWR"] == ["unset"]
+from app.distributed.collectives import gather_arithmetic, gather_rows, wait_for_device
 
 
 def test_ranks_that_round_differently_are_named_in_one_line(world, monkeypatch):
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     mine = arithmetic(world.device)
-    others = [mine | {"device": "NVIDIA H100"}, mine | {"device": "NVIDIA A10", "NVIDIA_TF32_OVERRIDE": "0"}]
-    equal = gather_arithmetic(world)
-    assert describe_mixed(equal) is None
-    monkeypatch.setattr(collectives, "all_gather_object", lambda value, world: others)
-    mixed = gather_arithmetic(world)
-    line = describe_mixed(mixed)
-    assert "differ in device (NVIDIA A10, NVIDIA H100), NVIDIA_TF32_OVERRIDE (0, unset): results depend" in line
+    assert describe_mixed(gather_arithmetic(world)) is None
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")  # with TF32
+    ranks = [mine | {"device": "NVIDIA H100"}, arithmetic(world.device) | {"device": "NVIDIA A10"}]
+    monkeypatch.setattr(collectives, "all_gather_object", lambda value, world: ranks)
+    different = (
+        "device (NVIDIA A10, NVIDIA H100), fp32_matmul_precision (high, highest), NVIDIA_TF32_OVERRIDE (0, unset)"
+    )
+    assert describe_mixed(gather_arithmetic(world)).startswith(f"the ranks differ in {different}: results depend")
+
+
+class Event:
+    """A CUDA event that completes after some queries."""
+
+    remaining = 0
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        Event.remaining -= 1
+        return Event.remaining < 0
+
+
+def test_waiting_for_the_device_ends_when_it_is_done_or_after_the_timeout(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Event.remaining = 3
+    wait_for_device(fake_world(device="cuda:0"))
+    Event.remaining = 10**9
+    with pytest.raises(dist.DistBackendError, match="did not finish"):
+        wait_for_device(replace(fake_world(device="cuda:0"), timeout=timedelta(seconds=0.05)))
+    wait_for_device(fake_world())  # nothing to wait for
 
 
 def test_rows_are_gathered_only_after_the_device_is_done(world, monkeypatch):

@@ -1,24 +1,22 @@
-"""Jobs as child processes: their command, their processes, and that none of these is left behind."""
+"""How many processes a job has by default, and that none of them is left behind."""
 
 from __future__ import annotations
 
 import signal
-import sys
-import time
-from pathlib import Path
+from contextlib import suppress
 
 import psutil
 import pytest
+import torch
 
-from app.distributed.launcher import TorchrunJob, torchrun_command
+from app.common.errors import UserError
+from app.distributed.launcher import TorchrunJob, resolve_nproc_per_node, torchrun_command
+from app.settings import Settings
 
-# Starts a process in a session of its own, prints both ids, and waits for a signal that it may ignore.
-PARENT = """
+# Ignores SIGTERM, and starts a process in a session of its own.
+DEAF = """
 import os, signal, subprocess, sys
-if sys.argv[1] == "ends":
-    sys.exit(3)
-if sys.argv[1] == "deaf":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
 print(os.getpid(), child.pid, os.environ["EXTRA"], flush=True)
 signal.pause()
@@ -27,73 +25,71 @@ signal.pause()
 
 @pytest.fixture
 def job(tmp_path):
-    """A function that returns a job, plain python without torchrun, whose parent process behaves as asked."""
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
+    """A function that returns a job of this code, in plain python."""
 
-    def of(behavior: str, **options) -> TorchrunJob:
-        command = torchrun_command(script, [behavior], nproc_per_node=0)
-        return TorchrunJob(command, environment={"EXTRA": "1"}, stdout=tmp_path / "log", **options)
+    def of(code: str) -> TorchrunJob:
+        (tmp_path / "job.py").write_text(code)
+        command = torchrun_command(tmp_path / "job.py", nproc_per_node=0)
+        return TorchrunJob(command, environment={"EXTRA": "1"}, stdout=tmp_path / "log")
 
     return of
 
 
-def printed(job: TorchrunJob) -> list[str] | None:
-    """What the parent process has printed, or None before it has started its child."""
-    text = job.stdout.read_text()
-    return text.split() if text.endswith("\n") else None
-
-
-def exist(*pids: str) -> bool:
-    """Tell whether any of the processes still runs. One that has been killed may take a moment to disappear."""
-    deadline = time.monotonic() + 10
-    while alive := [pid for pid in pids if is_running(int(pid))]:
-        if time.monotonic() > deadline:
-            return True
-        psutil.wait_procs([psutil.Process(int(pid)) for pid in alive if psutil.pid_exists(int(pid))], timeout=0.05)
+def runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() not in ("zombie", "dead")
     return False
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() not in ("zombie", "dead")
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_a_command_runs_a_module_or_a_script_with_or_without_torchrun():
-    assert torchrun_command("app.ddp_loop", ["--seed", 1], nproc_per_node=0) == [
-        sys.executable,
-        "-m",
-        "app.ddp_loop",
-        "--seed",
-        "1",
-    ]
-    command = torchrun_command(
-        Path("/a/script.py"), (), nproc_per_node=3, torchrun_flags=["--standalone", "--max-restarts=2"]
-    )
-    assert command[1:3] == ["-m", "torch.distributed.run"]
-    assert command[3:] == ["--standalone", "--max-restarts=2", "--nproc_per_node=3", "/a/script.py"]
-
-
-def test_leaving_the_context_ends_every_process_of_the_job(job):
-    with job("deaf") as running:
-        parent, child, extra = running.wait_until(lambda: printed(running))
-        assert {process.pid for process in running.processes()} == {int(parent), int(child)}
+def test_leaving_the_context_ends_every_process_of_the_job(job, tmp_path):
+    with job(DEAF) as running:
+        log = tmp_path / "log"
+        parent, child, extra = running.wait_until(lambda: (text := log.read_text()).endswith("\n") and text.split())
+        processes = running.processes()
+        assert {process.pid for process in processes} == {int(parent), int(child)}
     assert extra == "1"
     assert running.torchrun.returncode == -signal.SIGKILL
-    assert not exist(parent, child)
+    assert not any(map(runs, processes))
 
 
 def test_waiting_for_a_condition_stops_when_the_job_has_ended(job):
-    with job("ends") as ended:
+    with job("raise SystemExit(3)") as ended:
         assert ended.wait_until(lambda: False) is None
     assert ended.torchrun.wait() == 3
 
 
 def test_a_job_does_not_take_over_the_ranks_of_this_process(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("PET_NNODES", "2")
-    job = TorchrunJob(["true"])
-    assert not {"RANK", "WORLD_SIZE", "PET_NNODES"} & set(job.environment)
+    taken = ("RANK", "WORLD_SIZE", "PET_NNODES")
+    for name in taken:
+        monkeypatch.setenv(name, "2")
+    assert not {*taken} & {*TorchrunJob(["true"]).environment}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "nodes", "expected"),
+    [
+        (0, {}, "1", 2),
+        (1, {}, "1", 1),
+        (7, {}, "1", 4),
+        (8, {}, "1", 8),
+        (8, {"use_cpu": True}, "1", 2),
+        (6, {"train_batch_size": 48}, "1", 6),
+        (6, {"train_batch_size": 48, "gradient_accumulation_steps": 4}, "1", 6),
+        (6, {"train_batch_size": 48}, "1:3", 4),
+        (6, {"per_device_train_batch_size": 5}, "1", 6),
+        (6, {"logical_ranks": 8}, "1", 4),
+        (6, {"logical_ranks": 8}, "4", 2),
+        (6, {"train_batch_size": 7}, "1", 1),
+        (6, {"gradient_accumulation_steps": 5}, "1", 6),  # no number is right: the job says what would be
+    ],
+)
+def test_auto_is_a_process_per_gpu_as_far_as_the_batch_can_be_divided(monkeypatch, gpus, changes, nodes, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert resolve_nproc_per_node("auto", Settings(**changes), nodes) == expected
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5", "９", "1" * 5000])
+def test_any_other_number_of_processes_is_one_line(value):
+    with pytest.raises(UserError, match=r"--nproc_per_node .*: must be auto or a whole number, 1 or more") as error:
+        resolve_nproc_per_node(value, Settings(use_cpu=True))
+    assert len(str(error.value)) < 150

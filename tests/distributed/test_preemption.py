@@ -12,17 +12,11 @@ from app.distributed import preemption
 from app.distributed.preemption import SIGNALS, StopRequest
 
 
-def test_a_finished_run_ignores_the_signals(world):
-    with StopRequest(world) as stop:
-        assert not stop.requested()
-    assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * len(SIGNALS)
-
-
-def test_a_signal_is_reported_one_step_later(world):
+def test_a_signal_is_reported_one_step_later_and_ignored_after_the_last_step(world):
     with StopRequest(world) as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert not stop.requested()
-        assert stop.requested()
+        assert [stop.requested(), stop.requested()] == [False, True]
+    assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * len(SIGNALS)
 
 
 def test_only_a_second_request_ends_the_process(world, monkeypatch):

@@ -3,111 +3,91 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.common import machine
 from app.common.errors import Preempted
 from app.distributed import failure, process_group
-from app.distributed.collectives import all_gather_object, wait_for_device
-from app.distributed.process_group import Place, common_device_type, join
+from app.distributed.collectives import all_gather_object
+from app.distributed.process_group import Place, common_device_type, find_device, join
 from app.settings import Settings
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-VARIABLES += ("CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
+VARIABLES += ("CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "TORCHELASTIC_RESTART_COUNT")
 CPU, GPU = Place("host-a", 1, "cpu"), Place("host-b", 1, "cuda")
 FULL = Place("host-c", 1, "cuda", "too few GPUs")
+BF16, TF32 = {"precision": "bf16"}, {"tf32": True}
 
 
 @pytest.fixture(autouse=True)
-def own_process_state(monkeypatch):
+def own_process_state(monkeypatch) -> Iterator[None]:
     """Undo what a process sets only once."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
-    threads, benchmark, deterministic = (
-        *(torch.get_num_threads(), torch.backends.cudnn.benchmark),
-        torch.backends.cudnn.deterministic,
-    )
+    cudnn = torch.backends.cudnn
+    threads, benchmark, deterministic = torch.get_num_threads(), cudnn.benchmark, cudnn.deterministic
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
+    cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
     torch.set_num_threads(threads)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch):
-    """Make `join` see one GPU; return the list of calls, in order."""
-    calls: list[tuple] = []
-    real_init = dist.init_process_group
+def gpus(monkeypatch) -> SimpleNamespace:
+    """The GPUs of this machine: their number, their compute capability, and the calls for them, in order."""
+    gpus, real_init = SimpleNamespace(n=1, usable=True, major=7, other=None, calls=[]), dist.init_process_group
 
     def init(backend, *, timeout, device_id=None, **kwargs):
-        calls.append(("init_process_group", backend, timeout, str(device_id)))
+        gpus.calls.append(("init_process_group", backend, timeout, str(device_id)))
         real_init("gloo", timeout=timeout, **kwargs)
 
     def set_device(device):
         config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-        calls.append(("set_device", str(device), config, torch.are_deterministic_algorithms_enabled()))
+        gpus.calls.append(("set_device", str(device), config, torch.are_deterministic_algorithms_enabled()))
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus.n > 0 and gpus.usable)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus.n)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: gpus.calls.append(("synchronize",)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=7))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=gpus.major))
     monkeypatch.setattr(dist, "init_process_group", init)
-    return calls
+    return gpus
 
 
-# ---- which device -----------------------------------------------------------------------------------------------
-
-
-def test_ranks_with_the_same_device_type_use_it():
-    assert common_device_type([GPU, GPU], 1) == ("cuda", None)
-    assert common_device_type([CPU, CPU], 0) == ("cpu", None)
-
-
-def test_if_a_rank_has_a_problem_all_ranks_use_the_cpu_to_report_it():
-    ranks = [GPU, FULL, CPU]
-    assert [common_device_type(ranks, rank) for rank in range(3)] == [
-        ("cpu", None),
-        ("cpu", "too few GPUs"),
-        ("cpu", None),
-    ]
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_ranks_without_a_gpu_are_named_on_every_rank_if_others_have_one(rank):
-    device_type, problem = common_device_type([GPU, CPU, GPU], rank)
-    assert device_type == "cpu"
-    assert problem is not None
-    assert "rank(s) 1 (host-a)" in problem
-    assert "--use_cpu" in problem
+# ---- start ------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.sampled_from([CPU, GPU, FULL]), min_size=1, max_size=6))
-def test_every_rank_chooses_the_same_device_type(ranks):
-    chosen = {common_device_type(ranks, rank)[0] for rank in range(len(ranks))}
-    assert len(chosen) == 1
-    if chosen == {"cuda"}:
-        assert ranks == [GPU] * len(ranks)
-
-
-# ---- restarts ----------------------------------------------------------------------------------------------------
+def test_all_ranks_use_the_same_device_type_or_the_cpu_to_report_a_problem(ranks):
+    chosen = [common_device_type(ranks, rank) for rank in range(len(ranks))]
+    if FULL in ranks:
+        assert chosen == [("cpu", place.problem) for place in ranks]
+    elif len({*ranks}) == 1:
+        assert chosen == [(ranks[0].device_type, None)] * len(ranks)
+    else:
+        without = ", ".join(f"{rank} (host-a)" for rank, place in enumerate(ranks) if place == CPU)
+        for device_type, problem in chosen:
+            assert device_type == "cpu"
+            assert problem.startswith(f"rank(s) {without} would use the CPU")
+            assert "--use_cpu" in problem
 
 
 @pytest.mark.parametrize(
@@ -126,7 +106,6 @@ def test_only_the_ranks_of_torchrun_end_with_their_parent(monkeypatch):
     """A shell that started plain Python in the background may end."""
     signals: list[int] = []
     monkeypatch.setattr(process_group, "_prctl_pr_set_pdeathsig", signals.append)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     with join(Settings(use_cpu=True)):
         assert signals == []
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -134,152 +113,78 @@ def test_only_the_ranks_of_torchrun_end_with_their_parent(monkeypatch):
         assert signals == [signal.SIGTERM]
 
 
-# ---- timeouts ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("seconds", "of_nccl"), [(77, 154), (10, 70)])
-def test_a_gpu_run_waits_in_gloo_for_ddp_timeout_and_in_nccl_for_longer(fake_gpu, seconds, of_nccl):
+def test_a_gpu_run_waits_in_gloo_for_ddp_timeout_and_in_nccl_for_longer(gpus, seconds, of_nccl):
     with join(Settings(ddp_timeout=seconds)) as world:
         assert world.device == torch.device("cuda", 0)
-        control = world.control_group
-        assert control is not None
-        assert control._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=seconds)
+        in_gloo = world.control_group._get_backend(torch.device("cpu")).options._timeout
         assert all_gather_object("x", world) == ["x"]
-    name, backend, timeout, device = fake_gpu[-1]
-    assert (name, backend, device) == ("init_process_group", "nccl", "cuda:0")
-    assert timeout == timedelta(seconds=of_nccl)
+    assert in_gloo == timedelta(seconds=seconds)
+    assert gpus.calls[-1] == ("init_process_group", "nccl", timedelta(seconds=of_nccl), "cuda:0")
 
 
-class FakeEvent:
-    """A CUDA event that completes after some queries."""
-
-    remaining = 0
-
-    def record(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        FakeEvent.remaining -= 1
-        return FakeEvent.remaining < 0
+# ---- what the settings ask of a device --------------------------------------------------------------------------
 
 
-def test_waiting_for_the_device_ends_when_it_is_done_or_after_the_timeout(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    gpu = replace(fake_world(device="cuda:0"), timeout=timedelta(seconds=0.05))
-    FakeEvent.remaining = 3
-    wait_for_device(gpu)
-    FakeEvent.remaining = 10**9
-    with pytest.raises(dist.DistBackendError, match="did not finish"):
-        wait_for_device(gpu)
-    wait_for_device(fake_world())  # nothing to wait for
-
-
-def test_no_interface_is_chosen_on_one_node(fake_gpu, monkeypatch):
-    monkeypatch.setattr(process_group, "use_reachable_interface", lambda: pytest.fail("chosen"))
-    with join(Settings()) as world:
-        assert world.size == world.local_size == 1
-
-
-# ---- determinism ------------------------------------------------------------------------------------------------
-
-
-def test_deterministic_mode_is_set_before_the_gpu_and_nccl_are_initialized(fake_gpu):
+def test_deterministic_mode_is_set_before_the_gpu_and_nccl_are_initialized(gpus):
     with join(Settings(deterministic=True)):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark
         assert not torch.utils.deterministic.fill_uninitialized_memory, "a kernel for each new tensor"
-    assert [call[0] for call in fake_gpu] == ["set_device", "init_process_group"]
-    assert fake_gpu[0] == ("set_device", "cuda:0", ":4096:8", True)
+    assert [call[0] for call in gpus.calls] == ["set_device", "init_process_group"]
+    assert gpus.calls[0] == ("set_device", "cuda:0", ":4096:8", True)
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(deterministic=True, use_cpu=True)])
-def test_other_runs_do_not_enter_deterministic_mode(fake_gpu, settings):
-    with join(settings):
+@pytest.mark.parametrize("tf32", [False, True])
+def test_a_gpu_run_has_only_the_numbers_that_it_asks_for(gpus, tf32):
+    gpus.major = 8
+    with join(Settings(**BF16, tf32=tf32)) as world:
+        assert world.device.type == "cuda"
         assert not torch.are_deterministic_algorithms_enabled()
-        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
-# ---- bf16 -------------------------------------------------------------------------------------------------------
-
-
-def test_bf16_on_a_gpu_that_would_emulate_it_is_refused(fake_gpu, capsys):
-    with pytest.raises(SystemExit) as caught, join(Settings(precision="bf16")):
-        pytest.fail("joined")
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "cuda:0 (Tesla T4)" in line
-    assert "use --precision fp16 or fp32" in line
-
-
-@pytest.mark.parametrize(("major", "use_cpu"), [(8, False), (7, True)])
-def test_bf16_is_accepted_on_gpus_that_support_it_and_on_cpus(fake_gpu, monkeypatch, major, use_cpu):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
-    with join(Settings(precision="bf16", use_cpu=use_cpu)) as world:
-        assert world.device.type == ("cpu" if use_cpu else "cuda")
-
-
-# ---- TF32 -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("major", "variables", "message"),
-    [
-        (7, {}, "--tf32: cuda:0 (Tesla T4) has no TF32: remove it"),
-        (None, {}, "--tf32 needs GPUs, and this job uses CPUs: remove it"),
-    ],
-)
-def test_tf32_where_there_is_none_is_refused_with_one_line(fake_gpu, monkeypatch, capsys, major, variables, message):
-    if major is None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as caught, join(Settings(tf32=True)):
-        pytest.fail("joined")
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-
-
-@pytest.mark.parametrize("tf32", [True, False])
-def test_tf32_is_used_only_if_requested(fake_gpu, monkeypatch, tf32):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8))
-    with join(Settings(tf32=tf32)):
         assert torch.backends.cuda.matmul.allow_tf32 is tf32
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest"), "recorded as a kernel"
 
 
-# ---- the end ----------------------------------------------------------------------------------------------------
+def test_a_cpu_run_makes_no_cuda_context(gpus):
+    with join(Settings(**BF16, use_cpu=True, deterministic=True)):
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert [call[:2] for call in gpus.calls] == [("init_process_group", "gloo")]
 
 
-def test_leaving_does_not_create_a_cuda_context(monkeypatch):
-    def no_memory() -> None:
-        raise RuntimeError("CUDA error: out of memory")
+@pytest.mark.parametrize(
+    ("machine", "settings", "device", "line"),
+    [
+        ({"n": 3}, {}, "cuda", None),
+        ({"n": 2}, {}, "cuda", r"--nproc_per_node=3: .* has 2 GPU\(s\) and each rank needs one: .* add --use_cpu"),
+        ({"n": 8, "usable": False}, {}, "cpu", "cannot use this machine's GPUs: update their driver, or add --use_cpu"),
+        ({"n": 0, "other": "xpu"}, {}, "cpu", "XPU devices are not supported, only CUDA GPUs: add --use_cpu"),
+        ({"n": 0, "other": "mps"}, {}, "cpu", None),
+        ({"n": 0}, {}, "cpu", None),
+        ({"n": 3}, BF16, "cuda", r"--precision bf16: cuda:2 \(Tesla T4\) does not support bfloat16: use "),
+        ({"n": 3}, TF32, "cuda", r"--tf32: cuda:2 \(Tesla T4\) has no TF32: remove it"),
+        ({"n": 0}, TF32, "cpu", "--tf32 needs GPUs, and this job uses CPUs: remove it"),
+    ],
+)
+def test_what_a_device_cannot_do_ends_the_run_instead_of_using_another_device(
+    gpus, monkeypatch, machine, settings, device, line
+):
+    vars(gpus).update(machine)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus.other is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(gpus.other))
+    assert find_device(Settings(use_cpu=True), 2, 3) == ("cpu", None)
+    device_type, problem = find_device(Settings(**settings), 2, 3)
+    assert device_type == device
+    assert (problem is None) if line is None else re.search(line, problem)
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "synchronize", no_memory)
-    with join(Settings(use_cpu=True)):
-        pass
-    assert not dist.is_initialized()
 
-
-@pytest.mark.gpu
-def test_on_a_real_gpu_the_same_attention_step_has_the_same_bits():
-    machine.use_deterministic_algorithms()
-
-    def gradient() -> torch.Tensor:
-        torch.manual_seed(0)
-        layer = torch.nn.TransformerEncoderLayer(256, 8, batch_first=True, device="cuda")
-        table = torch.nn.Embedding(50, 256, device="cuda")
-        layer(table(torch.randint(50, (64, 128), device="cuda"))).square().sum().backward()
-        return torch.cat([p.grad.flatten() for m in (layer, table) for p in m.parameters()])
-
-    first = gradient()
-    assert all(torch.equal(first, gradient()) for _ in range(5))
+def test_a_rank_that_cannot_use_its_device_prints_one_line(gpus, capsys):
+    with pytest.raises(SystemExit, match="2"), join(Settings(**BF16)):
+        pytest.fail("joined")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --precision bf16")
 
 
 @pytest.mark.gpu
@@ -292,34 +197,26 @@ def test_a_cpu_run_leaves_a_real_gpu_alone():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.fixture
-def lost_at_barrier(monkeypatch):
-    """Let every barrier lose contact with another rank, and an exit at once raise `SystemExit`."""
+# ---- the end ----------------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "begin", "end"),
+    [
+        (None, 1, "error: rank 0 lost contact", ", outside of training\n"),
+        (Preempted("after step 3 of 9"), 75, "stopped: ", "stopped: after step 3 of 9\n"),
+    ],
+    ids=["a finished run fails", "a stopped run keeps its line and status"],
+)
+def test_losing_a_rank_that_had_only_to_leave_is_reported(monkeypatch, capsys, outcome, status, begin, end):
     def lose_contact(world):
         raise dist.DistNetworkError("Connection closed by peer")
 
-    def leave(status):
-        raise SystemExit(status)
-
     monkeypatch.setattr(process_group, "barrier", lose_contact)
-    monkeypatch.setattr(failure, "exit_now", leave)
-
-
-def test_losing_a_rank_that_had_only_to_leave_is_reported(lost_at_barrier, capsys):
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit), join(Settings(use_cpu=True)):
-            pass
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    line = capsys.readouterr().err
-    assert line.startswith("error: rank 0 lost contact")
-    assert line.endswith(", outside of training\n")
-
-
-def test_a_stopped_run_keeps_its_line_and_status_if_another_rank_is_killed_meanwhile(lost_at_barrier, capsys):
+    monkeypatch.setattr(failure, "exit_now", sys.exit)
     with pytest.raises(SystemExit) as caught, join(Settings(use_cpu=True)):
-        raise Preempted("after step 3 of 9")
-    assert caught.value.code == 75
-    assert capsys.readouterr().err == "stopped: after step 3 of 9\n"
+        Mock(side_effect=outcome)()
+    assert caught.value.code == status
+    line = capsys.readouterr().err
+    assert line.startswith(begin)
+    assert line.endswith(end)
