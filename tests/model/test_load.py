@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 from collections.abc import Callable
@@ -56,12 +57,15 @@ def error_message(model: Path | str, **settings: Any) -> str:
 def test_any_architecture_becomes_a_classifier_for_the_classes_of_the_data(folder, name, weights):
     settings = Settings(model=str(folder(name, weights)), max_length=32, dropout=0.0)
     tokenizer = load_tokenizer(settings, TEXTS)
+    tokenizer.model_input_names = ["input_ids", "token_type_ids"]
     model = load_classifier(settings, ["bad", "good", "mixed"], tokenizer).model
     assert is_pretrained(settings.model) is weights
     assert model.config.id2label == {0: "bad", 1: "good", 2: "mixed"}
     assert model.accepts_loss_kwargs is False, "Trainer would inflate loss and gradients"
     assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
-    batch = tokenizer(TEXTS[:4], padding=True, return_tensors="pt")  # returns the inputs that the model accepts
+    batch = tokenizer(TEXTS[:4], padding=True, return_tensors="pt")
+    assert set(batch) <= inspect.signature(model.forward).parameters.keys(), "the model does not accept all inputs"
+    assert ("attention_mask" in batch) == (name != "fnet"), "padding would count as text"
     outputs = [model.train()(**batch, labels=torch.tensor([0, 1, 2, 0])) for _ in range(2)]
     assert outputs[0].logits.shape == (4, 3)
     assert outputs[0].loss.ndim == 0
