@@ -84,7 +84,9 @@ class Program(CommandLine):
             settings, own_flags = self.parse(sys.argv[1:])
             main(select_precision(settings), **own_flags)
         except SystemExit as outcome:
-            status = int(outcome.code or 0)
+            # Not after this clause: it would free the frames of the exception, and with them process groups that have
+            # been destroyed, whose destructor can wait forever for a thread that needs the GIL.
+            exit_now(int(outcome.code or 0))
         except KeyboardInterrupt:
             _exit_interrupted()
         except UserError as problem:  # most are made on every rank, and one rank prints it

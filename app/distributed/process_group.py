@@ -56,7 +56,6 @@ def join(settings: Settings, problem: str | None = None) -> Iterator[World]:
             print(line, file=sys.stderr, flush=True)
         with suppress(Exception):  # a rank was killed meanwhile; the outcome has been printed
             barrier(world)  # torchrun ends the other ranks as soon as the first one exits
-        if world.size == 1:  # otherwise the process ends in `launch`: with signals about, destroying the group can hang
             dist.destroy_process_group()
         sys.exit(status)
     except Exception as failure:
