@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -79,16 +79,13 @@ class GradientCheck:
     def __init__(self, find_unused_parameters: bool) -> None:
         self.is_due = not find_unused_parameters
 
-    def __call__(self, model: torch.nn.Module, reached: Container[str] = ()) -> None:
-        """Raise `AgreedError` if a parameter has had no gradient, unless that is checked already or not requested.
-
-        `reached` names parameters that had a gradient which is not kept in `grad`.
-        """
+    def __call__(self, model: torch.nn.Module) -> None:
+        """Raise `AgreedError` if a parameter has had no gradient, unless that is checked already or not requested."""
         if not self.is_due:
             return
         self.is_due = False
         parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        unused = [name for name, parameter in parameters if parameter.grad is None and name not in reached]
+        unused = [name for name, parameter in parameters if parameter.grad is None]
         if unused:
             raise AgreedError(
                 f"{len(unused)} of the model's parameters, such as {unused[0]}, take no part in classification: add "
