@@ -31,7 +31,7 @@ from ..report.statistics import paired
 from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
 from ..training.build import ReviewData, build_data, select_strategy
-from ..training.step import default_learning_rate
+from ..training.step import peak_learning_rate
 from .core import Lab, compared, format_seconds
 from .steps import TOTAL_STEPS, PlainDDP, Variant, build_bench, plain_ddp, time_steps
 
@@ -208,7 +208,7 @@ def convergence(lab: Lab) -> None:
         replace(settings, seed=settings.seed + lab.seeds - 1)  # raises if it is too large
         plan = plan_batches(settings, len(data.split.train), lab.world.size)
     rows = plan.global_size // plan.accumulation_steps
-    rate = settings.learning_rate or default_learning_rate(settings.model)
+    rate = peak_learning_rate(settings)
     most = max(SYNC_EVERY)
     micro_batches = max(1, (settings.max_steps if settings.max_steps > 0 else MICRO_BATCHES) // most) * most
     variants = {}

@@ -44,7 +44,7 @@ from ..strategies.ddp import DDPStrategy
 from ..strategies.optimization import LossScale, Optimization, mean_loss
 from ..training.build import ReviewData, build_data, build_model, read_and_split
 from ..training.console import quiet_libraries
-from ..training.step import build_optimizer, build_scheduler, default_learning_rate
+from ..training.step import build_optimizer, build_scheduler, peak_learning_rate
 from .variants import SGD, Variant, baseline_of, build_variants, count_rows, rows_of_steps, variant_settings
 
 # For each effect: its heading in the table, how its values over the seeds are combined, and their format.
@@ -227,7 +227,7 @@ def build_step(
     optimizer: torch.optim.Optimizer
     if variant.optimizer in SGD:
         momentum, factor = SGD[variant.optimizer]
-        rate = factor * (settings.learning_rate or default_learning_rate(settings.model))
+        rate = factor * peak_learning_rate(settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, fused=True)
     else:  # this project's AdamW, which is Adam without decay
         optimizer = build_optimizer(wrapped, settings, strategy=strategy)

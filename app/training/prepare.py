@@ -38,7 +38,7 @@ from ..strategies.optimization import Loss
 from .build import ReviewData, build_data, build_model, check_equal, select_strategy
 from .console import describe_run, quiet_libraries
 from .loss import build_loss
-from .step import default_learning_rate
+from .step import peak_learning_rate
 
 # Settings that may differ between ranks, because they name paths on a machine.
 MAY_DIFFER_BETWEEN_RANKS = {
@@ -102,7 +102,7 @@ def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
     classifier = build_model(settings, data, world)
     settings = replace(  # what depends on the data and the model
         settings,
-        learning_rate=settings.learning_rate or default_learning_rate(settings.model),
+        learning_rate=peak_learning_rate(settings),
         attn_implementation=getattr(classifier.model.config, "_attn_implementation", None),
         train_batch_size=data.plan.global_size,
         per_device_train_batch_size=requested.per_device_train_batch_size,

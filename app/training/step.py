@@ -18,9 +18,9 @@ FROM_PRETRAINED = 2e-5  # Devlin et al. 2019, appendix A.3: 2e-5 to 5e-5
 FROM_SCRATCH = 1e-3  # chosen by experiment for `tiny`
 
 
-def default_learning_rate(model: str) -> float:
-    """Return the peak learning rate of a model that is used unless `--learning_rate` is set."""
-    return FROM_PRETRAINED if is_pretrained(model) else FROM_SCRATCH
+def peak_learning_rate(settings: Settings) -> float:
+    """Return `--learning_rate` or, if it is not set, the default of the model."""
+    return settings.learning_rate or (FROM_PRETRAINED if is_pretrained(settings.model) else FROM_SCRATCH)
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def build_optimizer(wrapped: torch.nn.Module, settings: Settings, *, strategy: S
     """Build fused AdamW (Loshchilov and Hutter 2019), with the same results however parameters are sharded."""
     optimizer = strategy.build_optimizer(
         parameter_groups(wrapped, settings.weight_decay),
-        lr=settings.learning_rate or default_learning_rate(settings.model),
+        lr=peak_learning_rate(settings),
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
         fused=True,
