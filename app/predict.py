@@ -72,7 +72,7 @@ from .common.terminal import hides_progress
 from .data.loaders import Collator, build_eval_set, form_eval_batches
 from .data.reviews import Indices, ReviewTable, clean, describe_dropped
 from .data.sources import Source, open_file
-from .data.tokenize import lengths_of, tokenize
+from .data.tokenize import lengths_of, occurring_tokens, tokenize
 from .ddp_loop import evaluate
 from .distributed.collectives import broadcast_object, local_main_process_first, raise_on_all_ranks
 from .distributed.environment import rank_and_sizes
@@ -132,7 +132,7 @@ def predict(task: Task, world: World) -> None:
         rows = tokenize(with_classes, tokenizer, settings.max_length, cache_dir=cache_dir)
     lengths = lengths_of(rows)
     with raise_on_all_ranks(world):
-        check_rows(settings.model, model.config, table, rows=rows)
+        check_rows(settings.model, model.config, table, lengths=lengths, tokens=occurring_tokens(rows))
         load_metrics()
     # The batches, and with them the logits, are those of a run's evaluation, at any number of ranks.
     eval_set = build_eval_set(

@@ -20,12 +20,7 @@ from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import open_sources
 from ..data.split import Split, count_duplicates, split_reviews
 from ..data.tokenize import lengths_of, occurring_tokens, tokenize
-from ..distributed.collectives import (
-    all_gather_object,
-    broadcast_object,
-    local_main_process_first,
-    raise_on_all_ranks,
-)
+from ..distributed.collectives import all_gather_object, broadcast_object, local_main_process_first, raise_on_all_ranks
 from ..distributed.world import World
 from ..model.built_in import embeddings_of
 from ..model.dropout import checkpoint_activations
@@ -173,29 +168,38 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
             embeddings=data.embeddings,
         )
         config = classifier.model.config
-        check_rows(settings.model, config, data.table, rows=data.rows)
-        tokens = tokens_of_model(occurring_tokens(data.rows), data.tokenizer, config)
-        trim_vocabulary(classifier.model, tokens, keep_unused=world.is_main_process)
+        tokens = occurring_tokens(data.rows)
+        check_rows(settings.model, config, data.table, lengths=data.lengths, tokens=tokens)
+        used = tokens_of_model(tokens, data.tokenizer, config)
+        trim_vocabulary(classifier.model, used, keep_unused=world.is_main_process)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
     return classifier
 
 
-def check_rows(model: str, config: PretrainedConfig, table: ReviewTable, *, rows: Dataset) -> None:
+def check_rows(
+    model: str,
+    config: PretrainedConfig,
+    table: ReviewTable,
+    *,
+    lengths: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+) -> None:
     """Check that the model can process the tokens of every review: training would end with a failure otherwise.
 
     Args:
-        rows: as returned by `tokenize`.
+        lengths: (n,), the number of tokens of each row.
+        tokens: as returned by `occurring_tokens`.
 
     Raises:
         UserError: names the rows or the token that it cannot process, and the remedy.
     """
-    text_config, is_empty = config.get_text_config(), lengths_of(rows) == 0
+    text_config, is_empty = config.get_text_config(), lengths == 0
     if is_empty.any():
         found = list_rows(table.rows[is_empty])
         raise UserError(f"--model {model}: its tokenizer returns no token for {found}: remove them in {table.path}")
     size = getattr(text_config, "vocab_size", None)
-    largest = max(occurring_tokens(rows)[-1], text_config.pad_token_id or 0)
+    largest = max(tokens[-1], text_config.pad_token_id or 0)
     if size is not None and largest >= size:
         raise UserError(
             f"--model {model}: its tokenizer returns token id {largest}, but its config has vocab_size {size}: resize "
