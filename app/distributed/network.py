@@ -34,7 +34,7 @@ def find_route(master_addr: str) -> tuple[str, str] | None:
         return None
     by_name = psutil.net_if_addrs().items()
     interfaces = {a.address: name for name, addresses in by_name for a in addresses if a.family in FAMILIES}
-    candidates = (own, _own_address("192.0.2.1"), *interfaces)  # in no network (RFC 5737): for the default route
+    candidates = (own, _own_address("192.0.2.1"), *interfaces)  # reached by the default route only (RFC 5737)
     usable = [address for address in candidates if address in interfaces]
     address = min(usable, key=lambda address: ipaddress.ip_address(address).is_loopback, default=None)
     return None if address is None else (address, interfaces[address])

@@ -56,7 +56,8 @@ class BestWeights:
         best = self.best()
         if best is not None and best != before:
             saved = self.checkpoints.save(best.name, lambda folder: state.save(folder, weights_only=True))
-            evaluation |= {} if saved else {"weights": "could not be written"}  # in evaluations.jsonl, too
+            if not saved:
+                evaluation["weights"] = "could not be written"  # evaluations.jsonl says so, too
 
     def remove_unused(self) -> None:
         """Remove weights that are neither the best nor needed to resume from a checkpoint. Call it on rank 0."""

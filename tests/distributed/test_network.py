@@ -33,7 +33,7 @@ def node(monkeypatch):
     ("own", "interfaces", "default", "route"),
     [
         ("10.9.0.5", tuple(ADDRESSES), None, ("10.9.0.5", "ib0")),
-        # On node 0, whose name is a loopback address, it is that of the default route, or the first other interface.
+        # Node 0's own name leads to loopback: the default route decides, and without one the order of the interfaces.
         ("127.0.0.1", tuple(ADDRESSES), "10.9.0.5", ("10.9.0.5", "ib0")),
         ("127.0.0.1", tuple(ADDRESSES), None, ("10.0.0.5", "eth0")),
         ("127.0.0.1", ("lo",), None, ("127.0.0.1", "lo")),
