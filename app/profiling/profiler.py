@@ -13,7 +13,6 @@ from pathlib import Path
 import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
-from tqdm import tqdm
 
 from ..common.files import write_json, write_text
 from ..distributed.collectives import all_gather_object, stop_or_warn, write_on_ranks
@@ -93,8 +92,8 @@ class StepProfiler:
                 write_json(self.folder / PROFILE_SUMMARY, {"steps": steps, "unit": "ms", "ranks": times})
                 text = describe(ranks, steps)
                 write_text(self.folder / PROFILE_TEXT, f"```\n{text}\n```\n")
-                tqdm.write(text)  # above the progress bar
-            tqdm.write(f"{'traces':>21}  {self.folder}/")
+                self.world.print_main(text)
+            self.world.print_main(f"{'traces':>21}  {self.folder}/")
 
         try:
             write_on_ranks(write_trace, self.world)
