@@ -173,8 +173,11 @@ def imports_torch(process: psutil.Process) -> bool:
 
 
 @pytest.fixture
-def signals_stay(monkeypatch):
-    """Keep pytest's handlers of signals and its logging, which torchrun's agent would change."""
+def process_stays(monkeypatch):
+    """Keep pytest's handlers of signals, its logging and its environment, which torchrun's agent would change."""
+    # Rank 0 of each later job would hold the store, which ends with it.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "to be restored")
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     monkeypatch.setattr(agent, "forward_signals", lambda: None)
     monkeypatch.setattr(agent.logging, "disable", lambda: None)
 
@@ -191,15 +194,13 @@ def signals_stay(monkeypatch):
         (["--nproc_per_node=0"], "--nproc_per_node 0: must be auto or a whole number"),
     ],
 )
-def test_mistakes_are_one_line(flags, problem, signals_stay):
+def test_mistakes_are_one_line(flags, problem, process_stays):
     with pytest.raises(UserError, match=problem):
         command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=2", *flags])
 
 
-def test_a_node_without_contact_is_one_line(monkeypatch, signals_stay):
+def test_a_node_without_contact_is_one_line(process_stays):
     flags = ["--nnodes=2", "--node_rank=1", f"--master_port={free_port()}", "--rdzv_conf=timeout=1"]
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "to be restored")
-    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     with pytest.raises(RunError, match=r"^no contact with the other nodes: .*timed out"):
         command.run_ranks("ddp_loop", ["--use_cpu", "--nproc_per_node=1", *flags])
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", "restarts on several nodes need it"
