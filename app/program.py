@@ -116,6 +116,7 @@ def check_files(settings: Settings) -> None:
 def stop_importing() -> None:
     """Exempt everything that has been imported from garbage collections, and let Ctrl-C raise `KeyboardInterrupt`."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # a training step creates many objects and hardly any garbage
     gc.enable()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from ..common.errors import RunError
@@ -122,13 +123,16 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
     Returns:
         A line of steps.jsonl for each step. Losses and norms may be infinite or NaN.
     """
-    counts = torch.tensor([[step.line[name] for name in COUNTS] for step in steps])
+    counts = torch.tensor([[step.line[name] for name in COUNTS] for step in steps], dtype=torch.float64)  # exact
     norms = torch.stack([step.grad_norm.double() for step in steps])  # equal on every rank
     losses = torch.stack([step.losses.double() for step in steps])
     wait_for_device(world)  # only here does the host wait for the device: once for all steps of the interval
-    counts_by_rank, losses_by_rank = zip(*all_gather_object((counts, losses.cpu()), world), strict=True)
-    sums = torch.stack(counts_by_rank).sum(dim=0)
-    means = [mean(micro_batches) for micro_batches in torch.cat(losses_by_rank, dim=1).tolist()]
+    measured = torch.cat([counts, losses.cpu()], dim=1)
+    by_rank = [torch.empty_like(measured) for _ in range(world.size)]
+    dist.all_gather(by_rank, measured, group=world.control_group)
+    sums = torch.stack(by_rank)[:, :, : len(COUNTS)].sum(dim=0).long()
+    micro_batches = torch.cat([part[:, len(COUNTS) :] for part in by_rank], dim=1)
+    means = [mean(losses) for losses in micro_batches.tolist()]
     return [
         step.line | {"loss": loss, "grad_norm": norm} | dict(zip(COUNTS, totals, strict=True))
         for step, loss, norm, totals in zip(steps, means, norms.tolist(), sums.tolist(), strict=True)

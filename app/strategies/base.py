@@ -124,7 +124,7 @@ def clip_by_norm(
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of this rank's shard of a tensor, or of all of it if it is not sharded."""
-    return local_parts([tensor])[0]
+    return local_parts([tensor])[0] if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()  # otherwise autograd records the operations, which takes longer than the operations

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.worlds import fake_world
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.common.errors import RunError
-from app.distributed.world import World
 from app.record import steps as steps_module
 from app.record.run_record import RunRecord
 from app.record.steps import MAX_SKIPPED, MetricsLog, Step, StepLog, count_tokens, mean, reduce_steps
@@ -30,14 +30,15 @@ def step(number: int, losses: Sequence[float], grad_norm: float) -> Step:
 
 def reduce_over(ranks: Sequence[Sequence[Step]]) -> list[dict[str, Any]]:
     """Reduce the steps of several ranks, as each of them would."""
-    parts: list[Any] = []
+    parts: list[torch.Tensor] = []
 
-    def gather(part: Any, world: World) -> list[Any]:
+    def gather(by_rank: list[torch.Tensor], part: torch.Tensor, group: None) -> None:
         parts.append(part)  # the last rank knows those of all
-        return parts if len(parts) == len(ranks) else [part]
+        for tensor, of_rank in zip(by_rank, parts, strict=False):
+            tensor.copy_(of_rank)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps_module, "all_gather_object", gather)
+        patch.setattr(dist, "all_gather", gather)
         return [reduce_steps(steps, fake_world(rank, len(ranks))) for rank, steps in enumerate(ranks)][-1]
 
 
