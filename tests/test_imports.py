@@ -60,12 +60,8 @@ def test_the_hand_written_loop_imports_nothing_of_trainer(graph):
 
 
 def test_the_run_folders_format_imports_only_what_is_common(graph):
-    imported = {
-        module
-        for importer in graph.find_descendants("app.runs")
-        for module in graph.find_modules_directly_imported_by(importer)
-    }
-    assert {module.split(".")[1] for module in imported if module != "app"} <= {"runs", "common"}
+    imported = graph.find_upstream_modules("app.runs", as_package=True) - {"app"}
+    assert {module.split(".")[1] for module in imported} == {"common"}
 
 
 @pytest.mark.parametrize(
