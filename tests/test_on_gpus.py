@@ -11,7 +11,6 @@ import torch
 from helpers.worlds import batch_plan
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from app.checkpoint.state import TrainingState
 from app.ddp_loop import train_step
 from app.distributed.process_group import join
 from app.distributed.world import World
@@ -61,16 +60,13 @@ class Training:
     """A model that is trained with a strategy."""
 
     def __init__(self, strategy: str, world: World, **changes: int) -> None:
-        self.settings, plan = Settings(strategy=strategy, learning_rate=1e-2, warmup_steps=0), batch_plan()
+        self.settings, self.world = Settings(strategy=strategy, learning_rate=1e-2, warmup_steps=0), world
+        plan = batch_plan()
         self.strategy, self.model = select_strategy(self.settings, plan, world), new_model(**changes)
         self.wrapped = self.strategy.wrap(self.model)
         optimizer = build_optimizer(self.wrapped, self.settings, strategy=self.strategy)
         scheduler = build_scheduler(optimizer, self.settings, plan.total_steps)
-        self.optimization, self.world = (
-            Optimization(optimizer, scheduler, LossScale(self.settings.precision, plan, world)),
-            world,
-        )
-        self.state = TrainingState(self.model, self.optimization, self.strategy, world)
+        self.optimization = Optimization(optimizer, scheduler, LossScale(self.settings.precision, plan, world))
 
     def steps(self, n: int) -> None:
         for step in range(n):
