@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,6 @@ from app.runs.reader import read_run
 
 FLAGS = ["--max_length=32", "--train_batch_size=8", "--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
 FLAGS += ["--use_cpu", "--threads=1", "--output_dir=run", "--eval_batch_size=4", "--test_size=0.4"]
-
-
-def typed(text: str) -> io.TextIOWrapper:
-    """Return a standard input with a text."""
-    return io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
 
 
 def fine_tune(world, *flags: str) -> None:
@@ -55,12 +51,16 @@ def trained(world, tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def run(trained, tmp_path, monkeypatch):
-    """A finished run in `run/` of the current folder, a copy of `trained`."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "run"
+
+
+@pytest.fixture
+def run(trained):
+    """A finished run in `run/` of the current folder, a copy of `trained`."""
+    shutil.copytree(trained, ".", dirs_exist_ok=True)
+    return Path("run")
 
 
 @pytest.fixture
@@ -69,12 +69,22 @@ def predict(world, monkeypatch, capsys):
 
     def call(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["predict", *arguments])
-        positional = [argument for argument in arguments if not argument.startswith("--")]
-        flags = dict(argument[2:].split("=", 1) for argument in arguments if argument.startswith("--"))
+        monkeypatch.setattr(program, "join", lambda settings: nullcontext(world))
+        settings, own = program.PROGRAM.parse(arguments)
         capsys.readouterr()
-        part, output = flags.get("split"), flags.get("output")
-        program.predict(program.define_task(positional[0], positional[1:], part=part, output=output), world)
+        program.main(settings, **own)
         return capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def predict_typed(predict, monkeypatch):
+    """Predict what a person types, with the run in `run/`."""
+
+    def call(text: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        return predict("run")
 
     return call
 
@@ -96,8 +106,6 @@ def gives_the_runs_file(predict):
 def test_predicting_the_test_rows_gives_the_runs_file(run, gives_the_runs_file):
     assert gives_the_runs_file()
     assert gives_the_runs_file(model="run/model"), "with the settings of the run"
-    (run / "model").rename("model")
-    assert program.define_task("model", ["好"], part=None, output=None).run is None
 
 
 def test_a_file_that_appears_while_rows_are_predicted_is_kept(run, predict, monkeypatch):
@@ -132,60 +140,42 @@ def test_rows_without_a_label_are_predicted_but_not_counted(run, predict):
     assert pd.read_csv("o.csv")["label"].fillna("-").tolist() == ["gut", "-", "schlecht"]
 
 
-def test_texts_are_printed_with_their_predictions(run, predict, monkeypatch):
+def test_texts_are_printed_with_their_predictions(run, predict, predict_typed):
     printed = predict("run", "好", "=1+1")
     lines = pd.read_csv(io.StringIO(printed))
     assert lines["review"].tolist() == ["好", "'=1+1"]
-    monkeypatch.setattr(sys, "stdin", typed("好\n\n=1+1\n"))
-    assert predict("run") == printed
-    monkeypatch.setattr(sys, "stdin", typed("\ufeff好\n=1+1\n"))
-    assert predict("run") == printed, "a byte order mark is no text"
+    assert predict_typed("好\n\n=1+1\n") == printed
+    assert predict_typed("\ufeff好\n=1+1\n") == printed, "a byte order mark is no text"
+    assert "probability_good" in predict("run", "好", "--label_names=gut=good"), "a run without names gets them here"
 
 
-def test_texts_get_the_names_that_a_flag_gives_the_classes(run, predict):
-    assert "probability_good" in predict("run", "好", "--label_names=gut=good")
-    with pytest.raises(UserError, match="different names to classes of the model, which has 'gut', 'schlecht'"):
-        predict("run", "好", "--label_names=2=good")
-
-
-def test_a_terminal_gets_no_control_characters(run, predict, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", typed("a\x1b[31m\n"))
-    assert "a\x1b[31m" in predict("run")
-    monkeypatch.setattr(sys, "stdin", typed("a\x1b[31m\n"))
+def test_a_terminal_gets_no_control_characters(run, predict_typed, monkeypatch):
+    assert "a\x1b[31m" in predict_typed("a\x1b[31m\n")
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
-    printed = predict("run")
+    printed = predict_typed("a\x1b[31m\n")
     assert "\x1b" not in printed
     assert len(printed.splitlines()) == 2
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The current folder, which is empty."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_the_files_of_published_parts_may_have_moved(folder, world, predict, gives_the_runs_file):
+def test_the_files_of_published_parts_may_have_moved(world, predict, gives_the_runs_file):
     for name, rows in {"train.csv": 60, "test.csv": 20, "other.csv": 22}.items():
-        write_reviews(folder / name, rows)
+        write_reviews(Path(name), rows)
     fine_tune(world, "--csv=train.csv", "--test_file=test.csv", "--test_size=0.1")
     for name in ("train.csv", "test.csv"):
         Path(name).rename(f"moved-{name}")
     assert gives_the_runs_file("--csv=moved-train.csv", "--test_file=moved-test.csv")
-    Path("moved-train.csv").rename("train.csv")
-    assert gives_the_runs_file("--test_file=moved-test.csv")
     for arguments, message in (
-        (["--csv=train.csv", "--test_file=moved-test.csv"], "--test_file: allowed only with --split"),
-        (["--split=test", "--validation_file=train.csv"], "test.csv: no such file"),
+        (["--test_file=moved-test.csv"], "--test_file: allowed only with --split"),
+        (["--split=test"], "test.csv: no such file"),
         (["--split=test", "--test_file=other.csv"], "run: its files have changed since the run split them"),
     ):
         with pytest.raises(UserError, match=message):
-            predict("run", *arguments)
+            predict("run", "--csv=moved-train.csv", *arguments)
 
 
-def test_the_data_set_of_a_run_may_have_moved(folder, world, predict, gives_the_runs_file):
-    (folder / "data").mkdir()
-    write_reviews(folder / "data" / "train.csv", 60)
+def test_the_data_set_of_a_run_may_have_moved(world, predict, gives_the_runs_file):
+    Path("data").mkdir()
+    write_reviews(Path("data/train.csv"), 60)
     fine_tune(world, "--dataset_name=data")
     Path("data").rename("moved")
     assert gives_the_runs_file("--dataset_name=./moved")
@@ -193,8 +183,8 @@ def test_the_data_set_of_a_run_may_have_moved(folder, world, predict, gives_the_
         predict("run", "--split=test", "--csv=moved/train.csv")
 
 
-def test_named_classes_are_in_the_model_and_in_all_predictions(folder, world, predict, gives_the_runs_file):
-    write_reviews(folder / "reviews.csv", 60)
+def test_named_classes_are_in_the_model_and_in_all_predictions(world, predict, gives_the_runs_file):
+    write_reviews(Path("reviews.csv"), 60)
     names = "--label_names=0=负面,1=正面"
     fine_tune(world, "--csv=reviews.csv", names)
     assert AutoConfig.from_pretrained("run/model").id2label == {0: "负面", 1: "正面"}
@@ -209,15 +199,13 @@ def test_named_classes_are_in_the_model_and_in_all_predictions(folder, world, pr
     assert set(pd.read_csv("run.csv")["label"]) == {"负面", "正面"}
 
 
-def test_a_config_file_names_settings(run, predict):
-    Path("settings.yaml").write_text("eval_batch_size: 7\nlabel_column: label\n")
-    predict("run", "--split=test", "--output=sevens.csv", "--config=settings.yaml")
-    predict("run", "--split=test", "--output=flag.csv", "--eval_batch_size=7")
-    assert Path("sevens.csv").read_bytes() == Path("flag.csv").read_bytes()
+def test_a_label_column_that_is_named_is_required(run, predict):
+    Path("settings.yaml").write_text("label_column: label\n")
     pd.DataFrame({"review": ["好"]}).to_csv("new.csv", index=False)
     predict("run", "--csv=new.csv", "--output=o.csv")
-    with pytest.raises(UserError, match="no column 'label'"):  # if it is named, it is required
-        predict("run", "--csv=new.csv", "--config=settings.yaml", "--output=p.csv")
+    for flag in ("--label_column=label", "--config=settings.yaml"):
+        with pytest.raises(UserError, match="no column 'label'"):
+            predict("run", "--csv=new.csv", flag, "--output=p.csv")
 
 
 def test_probabilities_are_those_of_a_plain_pipeline(run, predict):
@@ -235,7 +223,7 @@ def test_probabilities_are_those_of_a_plain_pipeline(run, predict):
     [
         (["tiny", "a"], "`tiny` is untrained"),
         (["run", "--csv=wrong.csv"], "row 1: label '差' is not a class of the model, which has 'gut', 'schlecht'"),
-        (["run", "--csv=reviews.csv", "--label_column=klasse"], "no column 'klasse'"),
+        (["run", "好", "--label_names=2=good"], "different names to classes of the model, which has 'gut', 'schlecht'"),
         (["run", "--csv=reviews.csv", "--output=no/o.csv"], "cannot be written: No such file or directory"),
         (["run", "--split=test", "--csv=wrong.csv"], "have changed since the run"),
         (["base", "--split=test"], "is not the folder of a run"),
