@@ -32,11 +32,6 @@ class Stream(torch.Stream):
     def synchronize(self) -> None:
         REPORT.count_wait("Stream.synchronize()", guard.wait(self.stream_id))
 
-    def query(self) -> bool:
-        """Wait and return True: a program that polls would wait as well."""
-        self.synchronize()
-        return True
-
 
 class Event(torch.Event):
     """An event, in the place of torch.cuda.Event."""

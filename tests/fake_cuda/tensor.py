@@ -37,9 +37,6 @@ class FakeCuda(torch.Tensor):
 
         return execute(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"FakeCuda({self.cpu_data}, device={self.device})"
-
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
