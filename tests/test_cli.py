@@ -87,22 +87,15 @@ def test_either_batch_size_on_the_command_line_overrides_the_other_in_the_config
     assert resolve_train_batch_size(settings, world_size=2) == 8
 
 
-def test_per_device_batch_size_scales_with_ranks_and_accumulation_steps():
-    settings = Settings(per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    assert resolve_train_batch_size(settings, world_size=3) == 24
-    assert resolve_train_batch_size(Settings(train_batch_size=48), world_size=3) == 48
-    assert resolve_train_batch_size(Settings(), world_size=3) == 32
-    assert as_flags(settings) == ["--per_device_train_batch_size=4", "--gradient_accumulation_steps=2"]
-    settings.train_batch_size = resolve_train_batch_size(settings, world_size=2)
-    assert "--train_batch_size" not in " ".join(as_flags(settings)), "the flags exclude each other"
-
-
 def test_settings_survive_the_conversion_to_flags_and_back():
     settings = Settings(
         csv="a b.csv", precision="bf16", learning_rate=1e-17, dropout=0.0, disable_tqdm=True, max_steps=3
     )
-    assert parse_settings(arguments=as_flags(settings)) == settings
+    assert parse_settings(as_flags(settings)) == settings
     assert as_flags(Settings()) == []
+    settings = Settings(per_device_train_batch_size=4)
+    settings.train_batch_size = resolve_train_batch_size(settings, world_size=2)
+    assert as_flags(settings) == ["--per_device_train_batch_size=4"], "the flags exclude each other"
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

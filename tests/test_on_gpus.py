@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -80,23 +79,16 @@ class Training:
             )
 
 
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """Let operations for which the host waits raise."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_host_does_not_wait_in_a_training_step(gpu_world, strategy):
     training = Training(strategy, gpu_world)
     training.steps(3)  # DDP rebuilds its buckets in the second one
-    with no_waits():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # operations for which the host waits raise
+    try:
         training.steps(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("changes", [SMALL, ODD], ids=["aligned", "odd"])

@@ -96,20 +96,20 @@ def test_only_a_job_that_has_saved_a_checkpoint_is_requeued(run, tmp_path, envir
     assert not requeued or (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
-def test_every_node_starts_the_module_and_resumes_the_jobs_run(run, tmp_path):
-    run(SLURM_CPUS_PER_TASK="32")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "32"}, {"SRUN_CPUS_PER_TASK": "32", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "100"}),
+        # A setting of the user is kept, and a job need not name its cores.
+        ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}),
+    ],
+)
+def test_every_node_starts_the_module_and_resumes_the_jobs_run(run, tmp_path, given, expected):
+    run(**given)
     arguments, environment = json.loads((tmp_path / "srun.json").read_text())
-    expected = {"MASTER_ADDR": "node-a", "NNODES": "2", "RDZV_ID": "slurm-7", "SRUN_CPUS_PER_TASK": "32"}
-    assert expected | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "100"} == {
-        name: value for name, value in environment.items() if name in expected or name.startswith("TORCH_")
-    }
+    expected = {"MASTER_ADDR": "node-a", "NNODES": "2", "RDZV_ID": "slurm-7"} | expected
+    names = ("MASTER_ADDR", "NNODES", "RDZV_ID", "SRUN_", "TORCH_")
+    assert {name: value for name, value in environment.items() if name.startswith(names)} == expected
     assert arguments[0] == "--kill-on-bad-exit=1"
     flags = ["--output_dir", "runs/slurm-7", "--resume_from_checkpoint", "auto", "--csv", "reviews.csv"]
     assert arguments[-len(flags) - 1 :] == ["app.ddp_loop", *flags]
-
-
-def test_settings_of_the_user_are_kept_and_a_job_need_not_name_its_cores(run, tmp_path):
-    run(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="300")
-    _, environment = json.loads((tmp_path / "srun.json").read_text())
-    assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "300"
-    assert "SRUN_CPUS_PER_TASK" not in environment
