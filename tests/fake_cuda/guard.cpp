@@ -125,12 +125,7 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     if (event) join(clocks[s.id()], *static_cast<Clock*>(event));
   }
-  bool queryEvent(void*) const override { return true; }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream& s) const override { fake_wait(s.id()); }
-  void synchronizeEvent(void* event) const override { fake_wait_event(reinterpret_cast<int64_t>(event)); }
-  void synchronizeDevice(const DeviceIndex) const override { fake_wait_all(); }
 };
 
 C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard)
