@@ -27,31 +27,30 @@ FLAGS = ["--max_length=16", "--train_batch_size=8", "--eval_strategy=no", "--sav
 
 @pytest.fixture
 def train(world, review_csv, tmp_path, monkeypatch):
-    """Train with app.ddp_loop in this process: `train("name", "--profile=2")` returns the run's folder."""
+    """Train with app.ddp_loop in this process: `train("name", "--profile=2")` returns the folder of the profile."""
     monkeypatch.chdir(tmp_path)
     csv = review_csv(90)
 
     def run(name, *flags):
         arguments = [*FLAGS, f"--csv={csv}", f"--output_dir={name}", *flags]
         app.ddp_loop.fine_tune(parse_settings(arguments=arguments), world)
-        return tmp_path / name
+        return tmp_path / name / "profile"
 
     return run
 
 
 def summary_of(folder):
-    return json.loads((folder / "profile" / "summary.json").read_text())
+    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_a_profile_has_a_trace_and_a_summary_and_changes_no_result(train, capsys, strategy):
     flags = ["--max_steps=7", f"--strategy={strategy}"]
     plain, folder = train("plain", *flags), train("profiled", *flags, "--profile=2")
-    assert first_difference(read_run(plain), read_run(folder)) is None
-    assert not (plain / "profile").exists()
-    files = {path.name for path in (folder / "profile").iterdir()}
-    assert files == {"trace-rank0.json.gz", "summary.json", "summary.md"}
-    with gzip.open(folder / "profile" / "trace-rank0.json.gz") as file:
+    assert first_difference(read_run(plain.parent), read_run(folder.parent)) is None
+    assert not plain.exists()
+    assert {path.name for path in folder.iterdir()} == {"trace-rank0.json.gz", "summary.json", "summary.md"}
+    with gzip.open(folder / "trace-rank0.json.gz") as file:
         assert {"micro-batch", "aten::addmm"} <= {event["name"] for event in json.load(file)["traceEvents"]}
     summary = summary_of(folder)
     assert summary["steps"] == [5, 6]
@@ -59,7 +58,7 @@ def test_a_profile_has_a_trace_and_a_summary_and_changes_no_result(train, capsys
     for step in steps:
         assert sum(step[name] for name in CATEGORIES) == pytest.approx(step["step"])
         assert min(step[name] for name in CATEGORIES if name != EXPOSED) > 0, "the strategy marks each part"
-    table = (folder / "profile" / "summary.md").read_text().removeprefix("```\n").removesuffix("\n```\n")
+    table = (folder / "summary.md").read_text().removeprefix("```\n").removesuffix("\n```\n")
     assert table in capsys.readouterr().out
 
 
@@ -70,11 +69,11 @@ EARLY += ["--early_stopping_threshold=5", "--max_steps=30", "--profile=20"]
 def test_a_profile_that_would_outlast_the_run_ends_with_it_or_is_reported_as_not_done(train, capsys):
     assert summary_of(train("long", "--max_steps=6", "--profile=100"))["steps"] == [5, 6]
     for name, flags, step in (("short", ["--max_steps=4", "--profile=1"], 5), ("early", EARLY, 24)):
-        assert not (train(name, *flags) / "profile").exists()
+        assert not train(name, *flags).exists()
         assert f"--profile: not done, as the run ends before step {step}" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_leaves_no_profile_and_its_resumption_writes_one(train, tmp_path):
+def test_a_run_that_fails_leaves_no_profile_and_its_resumption_writes_one(train):
     saving = ["--save_strategy=steps", "--save_steps=3", "--max_steps=9", "--profile=3"]
     train_step = app.ddp_loop.train_step
 
@@ -85,20 +84,20 @@ def test_a_run_that_fails_leaves_no_profile_and_its_resumption_writes_one(train,
 
     with patch.object(app.ddp_loop, "train_step", fail_in_step_6), pytest.raises(RuntimeError, match="the step fails"):
         train("run", *saving)
-    assert not [path for path in (tmp_path / "run").iterdir() if "profile" in path.name]
+    assert not list(Path("run").glob("*profile*"))
     assert not torch.autograd._profiler_enabled()
     shutil.copytree("run", "copy")  # this process still holds the lock of the other folder
     assert summary_of(train("copy", *saving, "--resume_from_checkpoint=auto"))["steps"] == [8, 9]
 
 
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(train, capsys):
+    flags = ["--max_steps=6", "--profile=1"]
     full = patch.object(profiler.profile, "export_chrome_trace", side_effect=OSError(28, "No space left on device"))
     with full:
-        folder = train("continues", "--max_steps=6", "--profile=1")
+        assert not (train("continues", *flags) / "summary.json").exists()
     assert "No space left on device; training continues (--on_save_failure continue)" in capsys.readouterr().out
-    assert not (folder / "profile" / "summary.json").exists()
     with full, pytest.raises(RunError, match="No space left on device"):
-        train("stops", "--max_steps=6", "--profile=1", "--on_save_failure=stop")
+        train("stops", *flags, "--on_save_failure=stop")
 
 
 def test_on_gpus_there_are_only_traces(tmp_path, world):
