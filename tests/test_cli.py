@@ -20,6 +20,7 @@ from app.strategies.ddp import DDPStrategy
 from app.training.step import build_optimizer, build_scheduler
 
 SETTINGS = CommandLine()
+NO_YAML = (b"a: b: c", b"\xff", b"[" * 3_000, b"{a: " * 1_500)
 
 
 @pytest.fixture
@@ -41,19 +42,21 @@ def test_the_command_line_overrides_the_config_file_which_overrides_the_defaults
 
 
 @pytest.mark.parametrize(
-    ("content", "mentions"),
+    ("content", "problem"),
     [
-        (b"lerning_rate: 1", "lerning_rate"),
-        (b"config: other.yaml", "config"),
-        (b"a: b: c", "must be a YAML file"),
-        (b"\xff", "must be a YAML file"),
-        (b"[" * 3_000, "must be a YAML file"),
-        (b"{a: " * 1_500, "must be a YAML file"),
+        (b"lerning_rate: 1", r"--config \S+settings\.yaml: .*lerning_rate.*"),
+        (b"config: other.yaml", r"--config \S+settings\.yaml: .*config.*"),
+        *((text, r"--config \S+settings\.yaml: .*must be a YAML file.*") for text in NO_YAML),
+        # A list or a mapping.
+        (b"report_to: [tensorboard]", "--report_to .*: must be a valid string"),
+        (b"label_names: {0: bad}", "--label_names .*: must be a valid string"),
+        (b"class_weights: [1, 2]", "--class_weights .*: must be a valid string"),
     ],
 )
-def test_an_invalid_config_file_is_reported_with_its_name_and_problem(parse, content, mentions):
-    with pytest.raises(UserError, match=rf"^--config \S+settings\.yaml: .*{mentions}.*$"):
+def test_an_invalid_config_file_is_one_line_that_names_the_file_or_the_flag(parse, content, problem):
+    with pytest.raises(UserError) as error:
         parse(config=content)
+    assert re.fullmatch(problem, str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +74,6 @@ def test_an_invalid_config_file_is_reported_with_its_name_and_problem(parse, con
 )
 def test_bf16_is_the_same_as_precision(parse, content, flags, precision):
     assert parse(*flags.split(), config=content) == Settings(precision=precision)
-
-
-@pytest.mark.parametrize("content", ["report_to: [tensorboard]", "label_names: {0: bad}", "class_weights: [1, 2]"])
-def test_a_list_or_a_mapping_in_a_config_file_is_one_line(parse, content):
-    with pytest.raises(UserError, match=f"^--{content.partition(':')[0]} .*: must be a valid string$"):
-        parse(config=content)
 
 
 def test_either_batch_size_on_the_command_line_overrides_the_other_in_the_config_file(parse):
