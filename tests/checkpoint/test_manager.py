@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -36,13 +38,6 @@ def valid_ones(folder: Path) -> list[str]:
     return [path.name for path in latest_first(folder) if problem_of(path) is None]
 
 
-def test_steps_are_ordered_as_numbers_and_other_names_are_ignored(tmp_path):
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-final", "best-11", ".checkpoint-12.tmp"):
-        (tmp_path / name).mkdir()
-    assert [path.name for path in latest_first(tmp_path)] == ["checkpoint-10", "checkpoint-9"]
-    assert latest_first(tmp_path / "none") == []
-
-
 @pytest.mark.parametrize("name", [*FILES, "run_state.json"])
 def test_a_file_that_is_missing_cut_off_or_changed_is_noticed(tmp_path, world, name):
     new(tmp_path, world, 10)
@@ -58,10 +53,14 @@ def test_a_file_that_is_missing_cut_off_or_changed_is_noticed(tmp_path, world, n
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_the_latest_checkpoints_are_kept_and_nothing_else(tmp_path, world, limit):
-    new(tmp_path, world, *range(5, 30, 5), 25, limit=limit)  # the last one replaces one of the same step
-    assert valid_ones(tmp_path) == [f"checkpoint-{step}" for step in range(25, 25 - 5 * limit, -5)]
-    assert len([*tmp_path.iterdir()]) == limit
+def test_the_latest_checkpoints_are_kept_and_other_folders_do_not_count(tmp_path, world, limit):
+    others = ("checkpoint-final", "best-11", ".checkpoint-12.tmp")
+    for name in others:
+        (tmp_path / name).mkdir()
+    new(tmp_path, world, 8, 9, 10, 11, 11, limit=limit)  # the last one replaces one of the same step
+    kept = ["checkpoint-11", "checkpoint-10", "checkpoint-9"][:limit]
+    assert valid_ones(tmp_path) == kept
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, *others}
 
 
 def test_a_damaged_checkpoint_of_a_later_step_is_replaced_and_not_counted(tmp_path, world):
@@ -78,67 +77,58 @@ class Killed(BaseException):
     """Caught by no `except` of the application, like SIGKILL."""
 
 
-OPERATIONS = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir", "open")
-
-
-def break_at(monkeypatch: pytest.MonkeyPatch, k: int, what: type[BaseException]) -> list[str]:
-    """Make the k-th file system operation from now on raise; if it raises `Killed`, so do all later operations."""
+@contextmanager
+def broken_at(k: int, what: type[BaseException]) -> Iterator[list[str]]:
+    """Let the k-th file system operation in the block raise; if it raises `Killed`, so do all later operations."""
     done: list[str] = []
 
-    def broken(name, original):
+    def broken(original):
         def operation(*arguments, **keywords):
-            done.append(name)
+            done.append(original.__name__)
             if len(done) == k or (len(done) > k and what is Killed):
                 raise what(28, "No space left on device")
             return original(*arguments, **keywords)
 
         return operation
 
-    for name in OPERATIONS:
-        monkeypatch.setattr(os, name, broken(name, getattr(os, name)))
-    return done
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir", "open"):
+            patch.setattr(os, name, broken(getattr(os, name)))
+        yield done
 
 
 @pytest.mark.parametrize("what", [Killed, OSError])
 def test_a_kill_or_a_full_disk_at_any_operation_of_a_save_leaves_only_valid_checkpoints(tmp_path, world, what):
-    checkpoints = new(tmp_path / "probe", world, 1, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        done = break_at(patch, 0, OSError)
-        checkpoints.save("checkpoint-3", write, STATE)
-    assert len(done) > 12, "too few to be all"
-    seen = set()
-    for k in range(1, len(done) + 1):
+    latest = set()
+    for k in count(1):
         folder = tmp_path / f"{k}"
-        checkpoints = new(folder, world, 1, 2)
-        written = False
-        with pytest.MonkeyPatch.context() as patch:
-            break_at(patch, k, what)
-            with suppress(Killed):
-                written = checkpoints.save("checkpoint-3", write, STATE)
+        checkpoints, written = new(folder, world, 1, 2), False
+        with broken_at(k, what) as done, suppress(Killed):
+            written = checkpoints.save("checkpoint-3", write, STATE)
         left = valid_ones(folder)
-        seen.add(tuple(left))
+        latest.add(left[0])
         assert [path.name for path in latest_first(folder)] == left, "an incomplete checkpoint was left"
         assert "checkpoint-2" in left, "the latest valid checkpoint was removed"
         assert not written or left[0] == "checkpoint-3"
         assert checkpoints.save("checkpoint-4", write, STATE), "the next checkpoint could not be written"
         assert valid_ones(folder)[0] == "checkpoint-4"
-    assert {left[0] for left in seen} == {"checkpoint-2", "checkpoint-3"}
+        if len(done) < k:  # no operation was left to break
+            break
+    assert k > 12, "too few to be all"
+    assert latest == {"checkpoint-2", "checkpoint-3"}
 
 
 def test_a_failure_is_one_line_and_stops_the_run_if_requested(tmp_path, world, capsys):
-    def full(folder: Path) -> list[str]:
-        (folder / "half").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
     checkpoints = new(tmp_path, world, 1)
-    assert not checkpoints.save("checkpoint-2", full, STATE)
+    with broken_at(3, OSError):
+        assert not checkpoints.save("checkpoint-2", write, STATE)
     (line,) = capsys.readouterr().out.splitlines()
     for part in ("checkpoint-2 could not be written", "No space left on device", "checkpoint-1", "training continues"):
         assert part in line
     checkpoints.on_failure = "stop"
-    with pytest.raises(RunError, match=r"No space left on device.*latest valid checkpoint is .*checkpoint-1"):
-        checkpoints.save("checkpoint-2", full, STATE)
-    assert list(tmp_path.rglob("half")) == []
+    with broken_at(3, OSError), pytest.raises(RunError, match=r"No space left on device.*valid checkpoint is .*-1"):
+        checkpoints.save("checkpoint-2", write, STATE)
+    assert [*tmp_path.iterdir()] == [tmp_path / "checkpoint-1"], "nothing half-written is left"
 
 
 def test_a_checkpoint_that_lacks_a_file_of_another_node_is_not_named(tmp_path, world, capsys, monkeypatch):

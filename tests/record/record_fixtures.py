@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.killed_run import IDENTITY
 
 from app.checkpoint.resume import Resume
 from app.data.sampler import BatchPlan
@@ -43,7 +42,7 @@ def prepare_without_model(settings: Settings, world: World, resume: Resume) -> P
         world=world,
         data=data,
         model=model,
-        identity=IDENTITY,
+        identity=dict.fromkeys(("model_commit", "model_config", "model_code_sha256", "tokens_sha256")),
         strategy=select_strategy(settings, plan, world),
         loss=mean_loss,
         resume=resume,
