@@ -35,17 +35,15 @@ def plan_of(
     model: Any, strategy: str, topology: Topology, *, per_rank: int = 1, accumulation: int = 1, **changes: Any
 ) -> Plan:
     """A plan in which each rank has some logical ranks. `changes` are settings, or fields of the plan."""
-    fields = {name: changes.pop(name) for name in ("order", "device", "cpu_offload") if name in changes}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    order = fields.setdefault("order", trainable)
-    batches = batch_plan(topology.ranks, per_rank * topology.ranks, accumulation)
-    fields = {"cpu_offload": False, "device": torch.device("cpu")} | fields
+    order = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Plan(
-        Settings(strategy=strategy, **changes),
-        strategy,
+        device=changes.pop("device", torch.device("cpu")),
+        cpu_offload=changes.pop("cpu_offload", False),
+        settings=Settings(strategy=strategy, **changes),
+        strategy=strategy,
         model=model,
-        batches=batches,
+        order=order,
+        batches=batch_plan(topology.ranks, per_rank * topology.ranks, accumulation),
         topology=topology,
         run=lambda *_: MicroBatch(model, order, 0, 0),
-        **fields,
     )
