@@ -1,4 +1,4 @@
-"""The training step that benchmarks time, and the benchmarks that compare it with the plan."""
+"""The benchmarks that compare a training step with the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from app.bench import memory, planned, traffic
 from app.bench.models import SIZES, VOCABULARY_SIZE, with_model_folder
 from app.bench.planned import with_each_strategy
-from app.bench.steps import build_bench
 from app.common.errors import RunError
 from app.plan.traffic import Collective
 from app.setting_groups import TINY_BERT
@@ -20,28 +19,13 @@ from app.training.build import build_data, build_model
 
 
 @pytest.fixture
-def settings(make_lab, monkeypatch, world) -> Settings:
+def lab(make_lab, monkeypatch, world):
     monkeypatch.setattr(planned, "join", lambda _: nullcontext(world))
-    return make_lab(model=TINY_BERT, gradient_accumulation_steps=2, max_grad_norm=1e-9).settings
+    return make_lab(model=TINY_BERT, train_batch_size=32, gradient_accumulation_steps=2)
 
 
-def test_a_timed_step_uses_accumulation_and_clipping_as_training_does(make_lab):
-    lab = make_lab(gradient_accumulation_steps=2, max_grad_norm=1e-9)
-    bench = build_bench(lab.settings, lab.data, lab.world)
-    optimization = bench.optimization(10)
-    norms: list[float] = []
-    optimization.optimizer.register_step_pre_hook(
-        lambda *_: norms.append(sum(float(p.grad.square().sum()) for p in bench.model.parameters()) ** 0.5)
-    )
-    micro_batches = iter(bench.loader)
-    bench.train_steps(micro_batches, optimization, steps=3)
-    assert len(norms) == 3
-    assert max(norms) == pytest.approx(1e-9, rel=1e-2), "the gradients are clipped"
-    assert len(list(micro_batches)) == len(bench.loader) - 6, "each step takes two micro-batches"
-
-
-def test_measured_memory_is_the_predicted_memory_under_each_strategy(settings, capsys):
-    memory.main(replace(settings, train_batch_size=32))  # raises if it differs by more than 2%
+def test_measured_memory_is_the_predicted_memory_under_each_strategy(lab, capsys):
+    memory.main(lab.settings)  # raises if it differs by more than 2%
     out = capsys.readouterr().out
     assert re.findall(r"^## (\w+)$", out, re.M) == list(STRATEGIES)
     rows = re.findall(r"^\| (.*?) +\| +([\d.]+) \| +([\d.]+) \| +0 \|$", out, re.M)
@@ -49,28 +33,23 @@ def test_measured_memory_is_the_predicted_memory_under_each_strategy(settings, c
     assert min(float(measured) for _, _, measured in rows) > 0
 
 
-def test_memory_that_differs_from_the_plan_ends_the_benchmark(settings, monkeypatch):
-    """PyTorch's own dropout keeps masks of another size than row dropout."""
-
-    monkeypatch.setattr(memory, "RowDropout", lambda *_: nullcontext())
-    monkeypatch.setattr(planned, "with_each_strategy", lambda settings: [settings])
-    with pytest.raises(RunError, match=r"^measured values differ from the plan: ddp, rank 0: activations$"):
-        memory.main(replace(settings, train_batch_size=32))
-
-
-def test_counted_collectives_are_printed_next_to_the_predicted_ones(settings, capsys):
-    traffic.main(settings)
+def test_counted_collectives_are_printed_next_to_the_predicted_ones(lab, capsys):
+    traffic.main(lab.settings)
     out = capsys.readouterr().out.partition("## zero1")[0]
     assert "A rank sends 0 bytes per step." in out
     rows = re.findall(r"^\| all-reduce of [\d,]+ bytes +\| all ranks \| (.*?) +\| +1 \| +1 \| +0 \|$", out, re.M)
     assert rows == ["gradients: bucket 1", "gradients: bucket 2"]
 
 
-def test_a_collective_that_was_not_predicted_ends_the_benchmark(settings, monkeypatch, capsys):
-    monkeypatch.setattr(traffic, "plan_traffic", lambda _: [Collective("gradients", "bucket 1", "all-reduce", 1)])
+def test_a_step_that_differs_from_the_plan_ends_the_benchmark(lab, monkeypatch, capsys):
+    """PyTorch's own dropout keeps masks of another size than row dropout."""
     monkeypatch.setattr(planned, "with_each_strategy", lambda settings: [settings])
+    monkeypatch.setattr(memory, "RowDropout", lambda *_: nullcontext())
+    with pytest.raises(RunError, match=r"^measured values differ from the plan: ddp, rank 0: activations$"):
+        memory.main(lab.settings)
+    monkeypatch.setattr(traffic, "plan_traffic", lambda _: [Collective("gradients", "bucket 1", "all-reduce", 1)])
     with pytest.raises(RunError, match=r"plan: ddp, rank 0: all-reduce of 1 bytes; ddp, rank 0: all-reduce of "):
-        traffic.main(settings)
+        traffic.main(lab.settings)
     out = " ".join(capsys.readouterr().out.split())
     assert "| all-reduce of 1 bytes | all ranks | gradients: bucket 1 | 1 | 0 | 0 |" in out
     assert re.search(r"\| all-reduce of [\d,]+ bytes \| all ranks \| not predicted \| 0 \| 1 \| 0 \|", out)
@@ -79,16 +58,13 @@ def test_a_collective_that_was_not_predicted_ends_the_benchmark(settings, monkey
 def test_every_strategy_that_supports_the_settings_is_measured():
     assert [one.strategy for one in with_each_strategy(Settings())] == list(STRATEGIES)
     assert [one.strategy for one in with_each_strategy(Settings(ddp_comm_hook="bf16"))] == ["ddp", "zero1"]
-    reduced = with_each_strategy(Settings(strategy="zero2", reduce_dtype="bf16"))
-    assert [one.strategy for one in reduced] == ["zero2", "zero3"]
     offloaded = with_each_strategy(Settings(strategy="zero3", cpu_offload=True))
     assert [one.cpu_offload for one in offloaded] == [False, False, False, True]
 
 
-def test_the_name_of_a_size_is_an_untrained_bert_with_its_own_tokens(settings, world):
-    assert with_model_folder(settings) is settings, "tiny-bert is none"
-    named = with_model_folder(replace(settings, model="4x312"))
-    assert with_model_folder(replace(settings, model="4x312")) == named
+def test_the_name_of_a_size_is_an_untrained_bert_with_its_own_tokens(lab, world):
+    assert with_model_folder(lab.settings) is lab.settings, "tiny-bert is none"
+    named = with_model_folder(replace(lab.settings, model="4x312"))
     data = build_data(named, world)
     assert len(data.tokenizer) == VOCABULARY_SIZE
     config = build_model(named, data, world).model.config

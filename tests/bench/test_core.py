@@ -9,6 +9,7 @@ from functools import partial
 import pandas as pd
 import pytest
 
+from app.bench import speed
 from app.bench.core import MOST_CALLS, Page, alternate, compared
 
 HOSTILE = "<script>document.title='ran'</script><img src=x onerror=alert(1)> \x1b[31m{{ 7 * 7 }}"
@@ -24,7 +25,10 @@ def write_page(folder, text: str = "explained") -> Page:
     return page
 
 
-def test_tables_are_printed_and_written(tmp_path, capsys):
+def test_tables_are_printed_and_written_by_the_rank_that_has_a_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert write_page(None).sections == {"example": {"value": 1}}
+    assert (capsys.readouterr().out, list(tmp_path.iterdir())) == ("", [])
     write_page(tmp_path)
     text = (tmp_path / "lab.md").read_text("utf-8")
     assert text.rstrip() in capsys.readouterr().out
@@ -48,13 +52,6 @@ def test_untrusted_text_is_escaped(tmp_path):
     assert text.count("&lt;script&gt;") >= 6
 
 
-def test_a_rank_without_a_folder_shows_nothing(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert write_page(None).sections == {"example": {"value": 1}}
-    assert capsys.readouterr().out == ""
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_calls_are_timed_in_rounds_whose_order_alternates(world, monkeypatch):
     now, called = 0.0, []
 
@@ -69,12 +66,32 @@ def test_calls_are_timed_in_rounds_whose_order_alternates(world, monkeypatch):
     assert "".join(called) == "ab" + "ab" + "ab" + "ba" + "ab"
     assert times.to_dict("list") == {"a": [0.25] * 3, "b": [0.5] * 3}
     called.clear()
-    times = alternate({("short", 1): partial(take, "s", 2**-20)}, 1.0, world)
+    times = alternate({"short": partial(take, "s", 2**-20)}, 1.0, world)
     assert (len(times), len(called)) == (7, 2 + 7 * MOST_CALLS)
-    assert times["short", 1].tolist() == pytest.approx([2**-20] * 7)
+    assert times["short"].tolist() == pytest.approx([2**-20] * 7)
 
 
 def test_ratios_are_those_of_the_same_round():
     frame = compared(pd.DataFrame({"a": [1.0, 2.0, 4.0], "b": [3.0, 4.0, 4.0]}))
-    assert frame.loc["b"].tolist() == ["4 s", 2.0, 1.0, 3.0]
-    assert frame.loc["a"].tolist() == ["2 s", 1.0, 1.0, 1.0]
+    assert frame.to_numpy().tolist() == [["2 s", 1.0, 1.0, 1.0], ["4 s", 2.0, 1.0, 3.0]]
+
+
+def test_speed_padding_mfu_and_ratios_of_known_steps(tmp_path, capsys):
+    # The mean length is 10 tokens. In the second round, the tutorial's reviews are longer than on average.
+    measured = {
+        (0, "ddp_loop"): {"examples": 40, "tokens": 400, "padded_tokens": 500, "seconds": 2.0},
+        (0, "tutorial"): {"examples": 40, "tokens": 400, "padded_tokens": 800, "seconds": 4.0},
+        (1, "ddp_loop"): {"examples": 40, "tokens": 320, "padded_tokens": 400, "seconds": 1.0},
+        (1, "tutorial"): {"examples": 40, "tokens": 480, "padded_tokens": 800, "seconds": 6.0},
+        (0, "peak"): {"flops": 1e6},
+        (1, "peak"): {"flops": 2e6},
+    }
+    frame = pd.DataFrame.from_dict(measured, orient="index", dtype=float).rename_axis(["round", "job"])
+    page = Page("Speed", {}, tmp_path)
+    page.section("model", "model")
+    speed.show(page, frame, ["ddp_loop", "tutorial"], parameters=100)
+    lines = [line.replace(" ", "") for line in capsys.readouterr().out.splitlines()]
+    # 200 and 320 tokens/s, in reviews of 10 tokens; MFU 6 x 100 x 200 / 1e6 and 6 x 100 x 320 / 2e6.
+    assert "|ddp_loop|26.0|1.000|1.000|1.000|20.0%|10.8%|" in lines
+    assert "|tutorial|9.0|3.000|2.000|4.000|45.0%|4.2%|" in lines
+    assert page.numbers["mfu"] == {"ddp_loop": [0.12, 0.096], "tutorial": [0.06, 0.024]}

@@ -16,18 +16,19 @@ MIB = 2**20
 
 
 @pytest.fixture
-def call(monkeypatch, tmp_path):
-    """Run the command in an empty folder, and return its exit status."""
+def numbers(monkeypatch, tmp_path):
+    """Run the command in an empty folder, and return the numbers of one of its sections."""
 
-    def run(*flags):
+    def run(section, flags):
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["scaling", *flags])
-        return run_program(scaling.main)
+        monkeypatch.setattr(sys, "argv", ["scaling", *flags.split(), f"--output_dir={section}"])
+        assert run_program(scaling.main) == 0
+        return json.loads((tmp_path / section / "scaling.json").read_text())["sections"][section]
 
     return run
 
 
-def test_speedups_of_known_times(call, monkeypatch, tmp_path, capsys):
+def test_speedups_of_known_times(numbers, monkeypatch, capsys):
     started = []
 
     def time_steps(program, flags, *, steps, ranks, threads, link):
@@ -37,9 +38,8 @@ def test_speedups_of_known_times(call, monkeypatch, tmp_path, capsys):
         return pd.Series({"seconds": steps * seconds})
 
     monkeypatch.setattr(scaling, "time_steps", time_steps)
-    flags = "--ranks 1 2 4 --use_cpu --rounds 2 --steps 3 --model tiny --output_dir out --links 1:500"
-    assert call(*flags.split(), "--strategies", "zero3") == 0
-    seconds = json.loads((tmp_path / "out" / "scaling.json").read_text())["sections"]["measured"]["seconds"]
+    flags = "--ranks 1 2 4 --use_cpu --rounds 2 --steps 3 --model tiny --links 1:500 --strategies zero3"
+    seconds = numbers("measured", flags)["seconds"]
     # 32 rows on one rank; 16 and an exchange on two; 8 and an exchange on four.
     assert seconds["ddp, 1 rank(s)"] == [32.0, 32.0]
     assert seconds["zero3, 4 rank(s)"] == [10.0, 10.0]
@@ -52,19 +52,11 @@ def test_speedups_of_known_times(call, monkeypatch, tmp_path, capsys):
     assert timed[:7] == timed[:6:-1], "every second round in the opposite order"
 
 
-# ---- a cluster -------------------------------------------------------------------------------------------------------
-
-
-def test_a_ring_by_hand():
-    """16 ranks: 15 messages of a sixteenth to add, and as many to distribute the sums."""
-    assert ring_all_reduce(16, 1000, alpha=10, beta=0.1) == pytest.approx(2 * 15 * 10 + 2 * 15 / 16 * 1000 * 0.1)
+def test_a_step_on_16_ranks_by_hand():
+    """30 messages for each bucket: 15 to add, 15 to distribute the sums. Buckets wait for the one before."""
     assert ring_all_reduce(1, 1000, alpha=10, beta=0.1) == 0, "one rank exchanges nothing"
-
-
-def test_buckets_wait_for_each_other_by_hand():
-    """16 ranks: 30 messages for each bucket; the last one waits until the one before is exchanged."""
-    assert bucket_sizes(250) == [1000]
-    assert bucket_sizes(MIB / 4) == [MIB]
+    assert ring_all_reduce(16, 1000, alpha=10, beta=0.1) == pytest.approx(2 * 15 * 10 + 2 * 15 / 16 * 1000 * 0.1)
+    assert [bucket_sizes(250), bucket_sizes(MIB / 4)] == [[1000], [MIB]]
     last = 240_000_000 - MIB - 9 * 25 * MIB
     assert bucket_sizes(60e6) == [MIB, *[25 * MIB] * 9, last]
     ready = 0.25 - last / 240_000_000 * 0.25 * 2 / 3
@@ -72,13 +64,9 @@ def test_buckets_wait_for_each_other_by_hand():
     assert predict_step(0.25, 60e6, 16, alpha=10e-6, beta=8e-11) == pytest.approx(ready + exchanges)
 
 
-def test_60_million_parameters_scale_to_256_gpus_over_100_gbit_but_not_over_10(call, tmp_path):
+@pytest.mark.parametrize(("gbit", "efficiency"), [(100, 0.95), (25, 0.82), (10, 0.47)])
+def test_60_million_parameters_scale_to_256_gpus_over_100_gbit_but_not_over_10(numbers, gbit, efficiency):
     """The claim of Li et al. 2020: near-linear with 256 GPUs. docs/scaling.md has these figures."""
-    efficiency = {}
-    for gbit in (100, 25, 10):
-        flags = f"--step_ms 250 --parameters 60e6 --link_gbit {gbit} --output_dir {gbit}"
-        assert call(*flags.split()) == 0
-        steps = json.loads((tmp_path / f"{gbit}" / "scaling.json").read_text())["sections"]["cluster"]["step"]
-        assert list(map(int, steps)) == [2**n for n in range(11)]
-        efficiency[gbit] = round(0.25 / steps["256"], 2)
-    assert efficiency == {100: 0.95, 25: 0.82, 10: 0.47}
+    steps = numbers("cluster", f"--step_ms 250 --parameters 60e6 --link_gbit {gbit}")["step"]
+    assert list(map(int, steps)) == [2**n for n in range(11)]
+    assert round(0.25 / steps["256"], 2) == efficiency

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -15,28 +15,26 @@ from app.bench.two_nodes import Direction, Link, NamespacesUnavailable, network_
 
 
 def test_what_two_nodes_lack_is_one_line(monkeypatch):
-    refused = "two nodes on one machine need network namespaces: RTNETLINK answers: not permitted"
+    run_command, refusal = two_nodes.run_command, "echo 'RTNETLINK answers:' >&2; echo 'not permitted' >&2; exit 1"
+
+    def enter(context, line):
+        with pytest.raises(NamespacesUnavailable, match=f"^two nodes on one machine need {line}"), context:
+            pass
+
     monkeypatch.setattr(two_nodes.shutil, "which", lambda *_, path: None)
-    with pytest.raises(NamespacesUnavailable, match=r"need Linux with iproute2"), network_namespaces():
-        pass
-    command = ["sh", "-c", "echo 'RTNETLINK answers:' >&2; echo 'not permitted' >&2; exit 1"]
-    run_command = two_nodes.run_command
+    enter(network_namespaces(), "Linux with iproute2")
     monkeypatch.setattr(two_nodes.shutil, "which", lambda *_, path: "ip")
-    monkeypatch.setattr(two_nodes, "run_command", lambda _: run_command(command))
-    with pytest.raises(NamespacesUnavailable, match=f"^{refused}$"), network_namespaces():
-        pass
+    monkeypatch.setattr(two_nodes, "run_command", lambda _: run_command(["sh", "-c", refusal]))
+    enter(network_namespaces(), "network namespaces: RTNETLINK answers: not permitted$")
     monkeypatch.setattr(two_nodes, "network_namespaces", lambda: nullcontext(["a", "b"]))
     monkeypatch.setattr(two_nodes, "_create_tun", lambda *_: 0)
-    refused = refused.replace("network namespaces", "a link between them")
-    with pytest.raises(NamespacesUnavailable, match=f"^{refused}$"), two_nodes.two_nodes(Link(1, 1)):
-        pass
+    enter(two_nodes.two_nodes(Link(1, 1)), "a link between them: RTNETLINK answers: not permitted$")
 
 
 def test_packets_arrive_in_order_after_their_transmission_and_the_delay(monkeypatch):
     """Delays overlap, transmissions do not, and an idle link does not make up for lost time."""
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    clock, arrived = SimpleNamespace(now=100.0, monotonic=lambda: clock.now), {}
     monkeypatch.setattr(two_nodes, "time", clock)
-    arrived = {}
     with ExitStack() as stack:
         # Sockets that keep packets apart, as TUN devices do.
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
@@ -53,16 +51,10 @@ def test_packets_arrive_in_order_after_their_transmission_and_the_delay(monkeypa
             if tenths == 500:
                 assert direction.seconds_to_next() == pytest.approx(6.0)
             direction.deliver()
-            if len(arrived) < 4 and (packet := read_packet(receiver)):
+            with suppress(BlockingIOError):  # none has arrived
+                packet = os.read(receiver.fileno(), 65_535)
                 assert len(packet) == 1000
                 arrived[packet[:1].decode()] = tenths / 10
-    assert arrived == pytest.approx({"a": 6, "b": 7, "c": 8, "d": 56}, abs=0.11)
     assert "".join(arrived) == "abcd"
+    assert arrived == pytest.approx({"a": 6, "b": 7, "c": 8, "d": 56}, abs=0.11)
     assert direction.seconds_to_next() == math.inf
-
-
-def read_packet(receiver: socket.socket) -> bytes | None:
-    try:
-        return os.read(receiver.fileno(), 65_535)
-    except BlockingIOError:
-        return None
