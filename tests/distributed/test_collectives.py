@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from itertools import repeat
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,26 +31,14 @@ def test_ranks_that_round_differently_are_named_in_one_line(world, monkeypatch):
     assert describe_mixed(gather_arithmetic(world)).startswith(f"the ranks differ in {different}: results depend")
 
 
-class Event:
-    """A CUDA event that completes after some queries."""
-
-    remaining = 0
-
-    def record(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        Event.remaining -= 1
-        return Event.remaining < 0
-
-
 def test_waiting_for_the_device_ends_when_it_is_done_or_after_the_timeout(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    Event.remaining = 3
-    wait_for_device(fake_world(device="cuda:0"))
-    Event.remaining = 10**9
+    event, gpu = Mock(), fake_world(device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    event.query.side_effect = [False, False, True]
+    wait_for_device(gpu)
+    event.query.side_effect = repeat(False)
     with pytest.raises(dist.DistBackendError, match="did not finish"):
-        wait_for_device(replace(fake_world(device="cuda:0"), timeout=timedelta(seconds=0.05)))
+        wait_for_device(replace(gpu, timeout=timedelta(seconds=0.05)))
     wait_for_device(fake_world())  # nothing to wait for
 
 
