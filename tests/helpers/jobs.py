@@ -212,12 +212,12 @@ class TrainingRun:
     Attributes:
         path: `ddp_loop` or `trainer_run`.
         flags: its command line; `{rank}` in a flag becomes the rank's number.
-        mutation: the change, of those in `launched/mutations.py`, that is made for this run only.
+        loss_scale: the first loss scale of fp16, if it is another one for this run.
     """
 
     path: str
     flags: Sequence[Any] = ()
-    mutation: str | None = None
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def run_folders(
         for name, run in runs_there.items():
             # The last one of equal flags counts.
             flags = [*device, "--threads=1", "--disable_tqdm", "--cache_dir=cache", f"--output_dir={name}", *run.flags]
-            content.append({"path": run.path, "flags": flags, "mutation": run.mutation, "cwd": cwd})
+            content.append({"path": run.path, "flags": flags, "loss_scale": run.loss_scale, "cwd": cwd})
     file = folder / f"job-{uuid.uuid4().hex}" / "runs.json"
     file.parent.mkdir()
     file.write_text(json.dumps(content, default=str))

@@ -22,22 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 RANK = os.environ.get("RANK", "0")
 
 
-def nothing() -> None:
-    pass
-
-
-def kill() -> None:
-    """Send SIGKILL to the last rank in its first evaluation, but not after a restart."""
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        _signal_in_evaluation(signal.SIGKILL)
-
-
-def terminate() -> None:
-    """Send SIGTERM to the last rank in its first evaluation."""
-    _signal_in_evaluation(signal.SIGTERM)
-
-
-def _signal_in_evaluation(number: signal.Signals) -> None:
+def signal_in_evaluation() -> None:
+    """Send the signal SIGNAL to the last rank in its first evaluation, but not after a restart."""
     seen = 0
 
     def count(module: Any, inputs: Any) -> None:
@@ -45,9 +31,9 @@ def _signal_in_evaluation(number: signal.Signals) -> None:
         if not module.training and type(module).__name__.endswith("ForSequenceClassification"):
             seen += 1
             if seen == 3:  # batches
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
 
-    if int(RANK) == int(os.environ["WORLD_SIZE"]) - 1:
+    if int(RANK) == int(os.environ["WORLD_SIZE"]) - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         register_module_forward_pre_hook(count)
 
 
@@ -73,15 +59,13 @@ def fill_disk() -> None:
 
 
 def wait_before_mkdir() -> None:
-    """Before the folder RUN is created: report it by a new file in the folder BARRIER, which must then hold PARTIES."""
-    barrier, parties = Path(os.environ["BARRIER"]), int(os.environ["PARTIES"])
+    """Before the folder RUN is created, write the file REACHED and wait for the file RELEASED."""
 
     def wait(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "os.mkdir" and os.path.abspath(arguments[0]) == os.environ["RUN"]:
-            (barrier / str(os.getpid())).touch()
-            deadline = time.monotonic() + 60
-            while len(list(barrier.iterdir())) < parties and time.monotonic() < deadline:
-                time.sleep(0.001)
+            Path(os.environ["REACHED"]).touch()
+            while not Path(os.environ["RELEASED"]).exists():
+                time.sleep(0.01)
 
     sys.addaudithook(wait)
 
@@ -100,23 +84,6 @@ def terminate_at_model() -> None:
         return save(*arguments, **named)
 
     transformers.PreTrainedModel.save_pretrained = terminate_first  # type: ignore[assignment]
-
-
-def terminate_at_the_end() -> None:
-    """Send SIGTERM to this rank right after the program has replaced its handler of stop requests."""
-    replace: Callable[..., Any] = signal.signal
-    replaced = 0
-
-    def terminate_next(number: int, handler: Any) -> Any:
-        nonlocal replaced
-        previous = replace(number, handler)
-        replaced += number == signal.SIGTERM
-        if replaced == 2 and number == signal.SIGTERM:
-            print(f"rank {RANK} is sent SIGTERM", flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return previous
-
-    signal.signal = terminate_next  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from helpers.jobs import Job, count_steps
 from launched.two_nodes import kill_node, processes_on, start, wait_for_all, wait_until
 
 FAULTY = str(Path(__file__).with_name("faulty.py"))
-COMMON = ["--use_cpu", "--threads=1", "--disable_tqdm"]
+COMMON = ["--use_cpu", "--threads=1", "--disable_tqdm", "--cache_dir=cache"]
 SIGNALS = {  # the number, and the processes that get it
     "SIGTERM to rank 1": (signal.SIGTERM, ["rank 1"]),
     "SIGUSR1 to rank 0": (signal.SIGUSR1, ["rank 0"]),
@@ -26,14 +25,10 @@ SIGNALS = {  # the number, and the processes that get it
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
 
 
-def launch(program: str, *flags: Any, folder: Path, **options: Any) -> Job:
-    return Job(program, *flags, *COMMON, f"--cache_dir={folder / 'cache'}", cwd=folder, **options)
-
-
 def stop(path: str, flags: Sequence[str], run: Path, interruption: str) -> int:
     """Start a run on two ranks and send it signals. Return the step after which all ranks have saved and stopped."""
     number, targets = SIGNALS[interruption]
-    with launch(path, *flags, f"--output_dir={run}", folder=run.parent) as job:
+    with Job(path, *flags, *COMMON, f"--output_dir={run}", cwd=run.parent) as job:
         job.wait_for(lambda: count_steps(run) >= 5)
         processes = {f"rank {rank}": job.rank(rank) for rank in range(2)} | {"torchrun": job.torchrun}
         for target in targets:
@@ -50,8 +45,8 @@ def stop(path: str, flags: Sequence[str], run: Path, interruption: str) -> int:
 
 def kill_in_evaluation(path: str, flags: Sequence[str], folder: Path) -> list[int]:
     """Kill a rank in the first evaluation; torchrun restarts the job. Return the steps from which it resumes."""
-    options = {"folder": folder, "torchrun_flags": ("--standalone", "--max-restarts=1")}
-    with launch(FAULTY, path, "kill", *flags, **options) as job:
+    options = {"torchrun_flags": ("--standalone", "--max-restarts=1"), "SIGNAL": "SIGKILL"}
+    with Job(FAULTY, path, "signal_in_evaluation", *flags, *COMMON, cwd=folder, **options) as job:
         done = job.finish()
     assert done.status == 0, done.err
     return [int(step) for step in re.findall(r"resumed from .*\(step (\d+)\)", done.out)]
@@ -65,8 +60,6 @@ class NodeJob:
         self.arguments = ["c10d", f"app.{path}", *flags, *COMMON, f"--output_dir={run}"]
         # multi_node.sh changes to the project's folder.
         self.arguments += [f"--csv={run.parent / 'reviews.csv'}", f"--cache_dir={run.parent / 'cache'}"]
-        if not {"--model=tiny", "--model=tiny-bert"} & set(flags):
-            self.arguments.append(f"--model={run.parent / 'bert'}")
         self.place = {"MAX_RESTARTS": "3", "RDZV_CONF": RENDEZVOUS} | place
         self.logs: list[Path] = []
         self.jobs = [self.start(rank) for rank in range(2)]
@@ -80,7 +73,7 @@ class NodeJob:
         wait_until(happened, seconds)
         assert happened(), self.printed()
 
-    def lose_second_node(self) -> None:
+    def kill_second_node(self) -> None:
         kill_node(self.nodes[1])
         self.jobs.pop().wait(60)
 
@@ -102,21 +95,14 @@ class NodeJob:
         return "\n".join(log.read_text() for log in self.logs)
 
 
-def lose_and_return(job: NodeJob) -> None:
-    """Lose the second node, without which the job does not train, and bring it back."""
-    job.require(lambda: count_steps(job.run) >= 20, 120)
-    job.lose_second_node()
-    job.bring_it_back()
-    job.finish()
-
-
-def train_without_node(job: NodeJob) -> None:
-    """Train on two ranks, on one while the second node is missing, and on two again."""
+def lose_second_node(job: NodeJob, trains_without: bool) -> None:
+    """Lose the second node and bring it back. Meanwhile the job waits for it, or trains on one rank."""
     job.require(lambda: job.trains_on(2) and count_steps(job.run) >= 10, 120)
-    job.lose_second_node()
-    job.require(lambda: job.trains_on(1), 120)
-    before = count_steps(job.run)
-    job.require(lambda: count_steps(job.run) > before, 120)
+    job.kill_second_node()
+    if trains_without:
+        job.require(lambda: job.trains_on(1), 120)
+        before = count_steps(job.run)
+        job.require(lambda: count_steps(job.run) > before, 120)
     job.bring_it_back()
     job.require(lambda: job.trains_on(2), 120)
     job.finish()

@@ -11,15 +11,16 @@ import gc
 import io
 import json
 import os
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import helpers.architectures  # noqa: F401  (registers its models with transformers)
 from fake_cuda.report import REPORT
-from mutations import MUTATIONS
 
 import app.ddp_loop
+import app.strategies.optimization as optimization
 import app.trainer_run
 from app.cli import parse_settings
 from app.distributed.collectives import all_gather_object
@@ -44,10 +45,10 @@ def train(run: dict[str, Any], world: World) -> dict[str, Any]:
     os.chdir(run["cwd"])
     flags = [str(flag).replace("{rank}", str(world.rank)) for flag in run["flags"]]
     problem, out = None, io.StringIO()
-    mutation = MUTATIONS[run["mutation"]](world) if run["mutation"] else nullcontext()
+    loss_scale = patch.object(optimization, "INITIAL", run["loss_scale"] or optimization.INITIAL)
     REPORT.clear()
     try:
-        with redirect_stdout(out), mutation:
+        with redirect_stdout(out), loss_scale:
             PATHS[run["path"]].fine_tune(parse_settings(arguments=flags), world)  # type: ignore[attr-defined]
     except Exception as raised:
         problem = f"{type(raised).__name__}: {raised}"

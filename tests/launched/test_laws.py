@@ -82,7 +82,7 @@ class Cell(NamedTuple):
             flags.append(f"--resume_from_checkpoint={self.source.name}/checkpoints/checkpoint-{self.resumed_from}")
         # In fp16, the first steps overflow: those of `tiny` by themselves.
         overflows = self.precision == "fp16" and self.model == "bert"
-        return TrainingRun(self.path, flags, mutation="large_loss_scale" if overflows else None)
+        return TrainingRun(self.path, flags, loss_scale=2.0**22 if overflows else None)
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -119,8 +119,6 @@ def cover_all_pairs(seed: int = 2) -> list[Cell]:
 
 
 CELLS = cover_all_pairs()
-# A deliberate bug shows between one rank and several ones.
-BUGS = {"swapped_leaves": "four_ranks", "physical_dropout": "two_ranks", "fp32_norm": "two_ranks"}
 EIGHT = TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8", "--model=bert"])
 SHARED_RUNS: SharedRuns = {"one_rank": {}, "two_ranks": {}}
 SLOW_SHARED_RUNS: SharedRuns = {
@@ -135,11 +133,6 @@ for cell in CELLS:
 for cell in CELLS:
     runs = SLOW_SHARED_RUNS if RANKS[cell.job] == 4 else SHARED_RUNS
     runs[cell.job][cell.name] = cell.run
-for bug, job in BUGS.items():
-    for place in ("one_rank", job):
-        flags = [*FLAGS, "--model=bert", f"--strategy={'ddp' if place == 'one_rank' else 'zero3'}"]
-        runs = SLOW_SHARED_RUNS if job == "four_ranks" else SHARED_RUNS
-        runs[place][f"{bug}-{place}"] = TrainingRun("ddp_loop", flags, mutation=bug)
 
 
 def write_inputs(folder: Path, csv: Path) -> None:
@@ -159,11 +152,10 @@ def trained(trained_by, shared_folder) -> Callable[[str], Path]:
     return train
 
 
-def of_job(value: Any, job: str) -> Any:
-    return pytest.param(value, marks=pytest.mark.slow if RANKS[job] == 4 else [], id=getattr(value, "name", value))
-
-
-@pytest.mark.parametrize("cell", [of_job(cell, cell.job) for cell in CELLS])
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=pytest.mark.slow if RANKS[cell.job] == 4 else [], id=cell.name) for cell in CELLS],
+)
 def test_a_run_has_the_bits_of_its_reference(trained, cell):
     folder = trained(cell.job)
     settings = json.loads((folder / cell.name / "settings.json").read_text())
@@ -195,9 +187,3 @@ def test_each_factor_that_may_change_bits_does(trained):
 def test_eight_ranks_train_like_one(trained):
     folder = trained("eight_ranks")
     assert hash_run(folder / "eight-8") == hash_run(folder / "eight-1")
-
-
-@pytest.mark.parametrize(("bug", "job"), [pytest.param(*item, marks=of_job(*item).marks) for item in BUGS.items()])
-def test_a_deliberate_bug_is_detected(trained, bug, job):
-    folder = trained(job)
-    assert hash_run(folder / f"{bug}-{job}") != hash_run(folder / f"{bug}-one_rank")

@@ -1,7 +1,8 @@
 """Law 4: a run that is interrupted and resumed, anywhere, is bitwise identical to an uninterrupted one.
 
-`FAST_CELLS` and `SLOW_CELLS` are the table of what is proven, with both paths of any architecture (law 1). Their runs
-share jobs with those of other files, except where a signal, a lost node or a restart needs a job of its own.
+test_laws.py resumes runs under all strategies and precisions. Here are what happens to jobs (signals, restarts, lost
+nodes), all architectures, and checkpoints of several ranks. Where no job of its own is needed, runs share jobs with
+those of other files.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import pytest
 from helpers.architectures import CONFIGS, write_model
 from helpers.jobs import Outcome, TrainingRun, read_steps, require_success, run_many, write_subset
 from helpers.marks import slow_after
-from launched.interruptions import SIGNALS, NodeJob, kill_in_evaluation, lose_and_return, stop, train_without_node
+from launched.interruptions import SIGNALS, NodeJob, kill_in_evaluation, lose_second_node, stop
 from launched.shared_jobs import JOBS, SharedRuns
 
 from app.runs.hashes import hash_results
 
 pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")
+JOB = {1: "one_rank", 2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}
 # 162 training rows: 10 steps per epoch. Checkpoints in the middle of an epoch and between two evaluations, with
 # dropout and clipping.
 FLAGS = ["--csv=reviews.csv", "--train_batch_size=16", "--max_length=16", "--max_steps=16", "--warmup_steps=0"]
@@ -38,11 +40,9 @@ MODELS["no_mask"] = ("bert", {"model_input_names": ["input_ids"]})
 MODELS["more_inputs"] = ("distilbert", {"model_input_names": ["input_ids", "token_type_ids"]})  # than the model accepts
 VARIANTS = {
     "best": BEST,
-    "tiny": [*BEST, "--model=tiny"],  # learns its tokenizer from the training rows
     "three": ["--logical_ranks=3", "--train_batch_size=18"],
     # After the last step, the learning rate is not zero, so an additional step would change the weights.
     "constant": [*ANY_RANKS, "--lr_scheduler_type=constant"],
-    "overflow": [*ANY_RANKS, "--precision=fp16", "--learning_rate=1e-2"],
     "evaluated": [*BEST, "--eval_steps=4", "--eval_batch_size=4", "--save_steps=2"],  # step 4 is saved and evaluated
     # Training stops after step 8, although it is not the last one.
     "early": [*ANY_RANKS, "--eval_steps=4", "--early_stopping_patience=1", "--early_stopping_threshold=10", *WEIGHTED],
@@ -60,10 +60,8 @@ VARIANTS = {
     **{name: [*TWO, f"--model={name}"] for name in MODELS},
 }
 VARIANTS["xlnet"].append("--ddp_find_unused_parameters")
-MUTATIONS = {"overflow": "large_loss_scale"}  # by variant
-# Any ranks, strategy and path train these variants to the same bits as one process of ddp_loop.
-REFERENCES = dict.fromkeys(VARIANTS, ("ddp_loop", 1, "ddp")) | dict.fromkeys(MODELS, ("ddp_loop", 2, "ddp"))
-REFERENCES |= {"three": ("ddp_loop", 3, "ddp"), "classes": ("ddp_loop", 2, "ddp")}
+# Any ranks, strategy and path train these variants to the same bits as ddp_loop with so many ranks; the others as one.
+REFERENCE_RANKS = {"three": 3, "classes": 2} | dict.fromkeys(MODELS, 2)
 IN_EVALUATION = "SIGKILL in an evaluation"
 NODE_RETURNS, NODE_MISSING = "a node dies and comes back", "a node is missing for some time"
 
@@ -75,7 +73,7 @@ class Cell:
     path: str
     before: tuple[int, str]
     after: tuple[int, str]
-    interruption: str
+    interruption: int | str  # the step from which it is resumed, or what happens to its job
     variant: str = "best"
     resumed_by: str = ""  # the path that resumes the run, if it is the other one
 
@@ -85,14 +83,21 @@ class Cell:
         return name_of(self.variant, self.path, *self.before)
 
     @property
+    def reference_ranks(self) -> int:
+        return REFERENCE_RANKS.get(self.variant, 1)
+
+    @property
     def reference(self) -> str:
         """The name of the uninterrupted run that the resumed one has to equal."""
-        return name_of(self.variant, *REFERENCES[self.variant])
+        return name_of(self.variant, "ddp_loop", self.reference_ranks, "ddp")
 
     @property
     def name(self) -> str:
         before, after = ("-".join(map(str, place)) for place in (self.before, self.after))
         return f"{self.variant}-{self.path}-{before}-to-{after}-{self.interruption}".replace(" ", "_")
+
+    def run(self, path: str, strategy: str, *more: str) -> TrainingRun:
+        return TrainingRun(path, [*FLAGS, *VARIANTS[self.variant], f"--strategy={strategy}", *more])
 
 
 def name_of(variant: str, path: str, ranks: int, strategy: str) -> str:
@@ -100,28 +105,22 @@ def name_of(variant: str, path: str, ranks: int, strategy: str) -> str:
 
 
 PLAIN = (2, "ddp")
-AT_THE_END = "step 16"
 FAST_CELLS = [
-    Cell("ddp_loop", (1, "ddp"), (2, "zero3"), "step 8", resumed_by="trainer_run"),
-    Cell("trainer_run", (1, "zero3"), (2, "zero1"), "step 8", "tiny", resumed_by="ddp_loop"),
-    Cell("trainer_run", PLAIN, PLAIN, "step 12"),
-    *(Cell(path, PLAIN, PLAIN, "step 8", "batch_norm") for path in PATHS),  # has buffers
+    Cell("ddp_loop", (1, "ddp"), (2, "zero3"), 8, resumed_by="trainer_run"),
+    Cell("trainer_run", (1, "zero3"), (2, "zero1"), 8, resumed_by="ddp_loop"),
+    *(Cell(path, PLAIN, PLAIN, 8, "batch_norm") for path in PATHS),  # has buffers
     # The first thing that the resumed run does is the evaluation after which it stops.
-    *(Cell(path, (1, "ddp"), (2, "zero3"), "step 8", "early") for path in PATHS),
+    *(Cell(path, (1, "ddp"), (2, "zero3"), 8, "early") for path in PATHS),
 ]
 SLOW_CELLS = [
-    Cell("ddp_loop", (2, "zero3"), (4, "ddp"), "step 8"),
-    Cell("ddp_loop", (2, "zero1"), (4, "zero2"), "step 8"),
-    Cell("trainer_run", (2, "zero3"), (4, "ddp"), "step 8"),
-    Cell("trainer_run", (2, "ddp"), (4, "zero1"), "step 8"),
+    Cell("ddp_loop", (2, "zero3"), (4, "zero1"), 8),
+    Cell("trainer_run", (2, "zero1"), (4, "zero2"), 8),
     # A third of the elements of a parameter does not fill vector registers.
-    *(Cell(path, (3, "ddp"), (3, "zero3"), "step 8", "three") for path in PATHS),
-    Cell("ddp_loop", (1, "ddp"), (2, "zero2"), "step 4", "overflow"),
-    Cell("ddp_loop", (1, "ddp"), (2, "zero1"), "step 4", "early"),
-    *(Cell(path, (1, "ddp"), (1, "ddp"), AT_THE_END, "constant") for path in PATHS),
-    *(Cell(path, PLAIN, PLAIN, AT_THE_END, "batch_norm") for path in PATHS),
-    *(Cell(path, PLAIN, PLAIN, "step 8", name) for path in PATHS for name in MODELS if name != "batch_norm"),
-    Cell("trainer_run", (2, "zero3"), (2, "zero3"), "step 4", "classes"),
+    *(Cell(path, (3, "ddp"), (3, "zero3"), 8, "three") for path in PATHS),
+    *(Cell(path, (1, "ddp"), (1, "ddp"), 16, "constant") for path in PATHS),  # at the end
+    *(Cell(path, PLAIN, PLAIN, 16, "batch_norm") for path in PATHS),
+    *(Cell(path, PLAIN, PLAIN, 8, name) for path in PATHS for name in MODELS if name != "batch_norm"),
+    Cell("trainer_run", (2, "zero3"), (2, "zero3"), 4, "classes"),
     Cell("ddp_loop", PLAIN, PLAIN, "SIGTERM to rank 1", "long"),
     Cell("trainer_run", PLAIN, PLAIN, "SIGUSR1 to rank 0", "long"),
     Cell("ddp_loop", PLAIN, PLAIN, "SIGINT to torchrun", "long"),
@@ -133,42 +132,15 @@ SLOW_CELLS = [
 ]
 
 
-def flags_of(cell: Cell, strategy: str) -> list[str]:
-    return [*FLAGS, *VARIANTS[cell.variant], f"--strategy={strategy}"]
-
-
-def uninterrupted(cell: Cell, path: str, strategy: str) -> TrainingRun:
-    return TrainingRun(path, flags_of(cell, strategy), MUTATIONS.get(cell.variant))
-
-
-def resumed_step(cell: Cell) -> int | None:
-    """The step from which the run is resumed; None if its interruption needs a job of its own."""
-    return int(cell.interruption.removeprefix("step ")) if cell.interruption.startswith("step ") else None
-
-
-def resumed(cell: Cell) -> TrainingRun:
-    """The run after an interruption that needs no job of its own."""
-    checkpoint = f"{cell.source}/checkpoints/checkpoint-{resumed_step(cell)}"
-    flags = [*flags_of(cell, cell.after[1]), f"--resume_from_checkpoint={checkpoint}"]
-    return TrainingRun(cell.resumed_by or cell.path, flags)
-
-
-def job_of(ranks: int) -> str:
-    return {1: "one_rank", 2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[ranks]
-
-
 def shared_runs(cells: Iterable[Cell]) -> SharedRuns:
-    runs: SharedRuns = {}
+    runs: SharedRuns = {job: {} for job in JOB.values()}
     for cell in cells:
-        sources = [REFERENCES[cell.variant]]
-        if resumed_step(cell) is not None:
-            sources.append((cell.path, *cell.before))
-        for path, ranks, strategy in sources:
-            name = name_of(cell.variant, path, ranks, strategy)
-            runs.setdefault(job_of(ranks), {})[name] = uninterrupted(cell, path, strategy)
-    for cell in cells:
-        if resumed_step(cell) is not None:
-            runs.setdefault(job_of(cell.after[0]), {})[cell.name] = resumed(cell)
+        runs[JOB[cell.reference_ranks]][cell.reference] = cell.run("ddp_loop", "ddp")
+        if isinstance(cell.interruption, int):
+            (before, strategy), (after, other_strategy) = cell.before, cell.after
+            runs[JOB[before]][cell.source] = cell.run(cell.path, strategy)
+            checkpoint = f"--resume_from_checkpoint={cell.source}/checkpoints/checkpoint-{cell.interruption}"
+            runs[JOB[after]][cell.name] = cell.run(cell.resumed_by or cell.path, other_strategy, checkpoint)
     return runs
 
 
@@ -188,20 +160,19 @@ def write_inputs(folder: Path, csv: Path) -> None:
 @pytest.fixture(scope="module")
 def after_signals(shared_folder) -> dict[str, tuple[int, Outcome]]:
     """The step after which each run stopped, and the outcome of resuming it; one job resumes all."""
-    cells = [cell for cell in SLOW_CELLS if cell.interruption in SIGNALS]
-    steps = [
-        stop(cell.path, flags_of(cell, cell.before[1]), shared_folder / cell.name, cell.interruption) for cell in cells
-    ]
-    auto = "--resume_from_checkpoint=auto"
-    outcomes = run_many(
-        shared_folder, {cell.name: TrainingRun(cell.path, [*flags_of(cell, cell.after[1]), auto]) for cell in cells}
-    )
-    return {cell.name: (step, outcomes[cell.name]) for cell, step in zip(cells, steps, strict=True)}
+    cells = {cell.name: cell for cell in SLOW_CELLS if cell.interruption in SIGNALS}
+    steps = {
+        name: stop(cell.path, cell.run(cell.path, "ddp").flags, shared_folder / name, str(cell.interruption))
+        for name, cell in cells.items()
+    }
+    again = {name: cell.run(cell.path, "ddp", "--resume_from_checkpoint=auto") for name, cell in cells.items()}
+    outcomes = run_many(shared_folder, again)
+    return {name: (steps[name], outcomes[name]) for name in cells}
 
 
 def interrupt_and_resume(cell: Cell, folder: Path, request: pytest.FixtureRequest) -> None:
     """Let the run `folder / cell.name` be interrupted and resumed, and check from which step it was resumed."""
-    flags, run = flags_of(cell, cell.before[1]), folder / cell.name
+    flags, run = cell.run(cell.path, cell.before[1]).flags, folder / cell.name
     if cell.interruption in SIGNALS:
         step, outcome = request.getfixturevalue("after_signals")[cell.name]
         assert outcome.problem is None
@@ -209,34 +180,28 @@ def interrupt_and_resume(cell: Cell, folder: Path, request: pytest.FixtureReques
         assert f"(step {step})" in outcome.out
     elif cell.interruption == IN_EVALUATION:
         assert kill_in_evaluation(cell.path, [*flags, f"--output_dir={run}"], folder) == [4]
-    elif cell.interruption == NODE_RETURNS:
-        lose_and_return(NodeJob(request.getfixturevalue("nodes"), cell.path, flags, run))
     else:
-        assert cell.interruption == NODE_MISSING
-        place = {"NNODES": "1:2", "MASTER_PORT": "29510"}
-        train_without_node(NodeJob(request.getfixturevalue("nodes"), cell.path, flags, run, **place))
+        place = {"NNODES": "1:2", "MASTER_PORT": "29510"} if cell.interruption == NODE_MISSING else {}
+        job = NodeJob(request.getfixturevalue("nodes"), cell.path, flags, run, **place)
+        lose_second_node(job, trains_without=cell.interruption == NODE_MISSING)
 
 
 @pytest.mark.parametrize("cell", slow_after(len(FAST_CELLS), FAST_CELLS + SLOW_CELLS), ids=lambda cell: cell.name)
 def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(cell, trained_by, shared_folder, request):
     outcomes = {}
-    jobs = {job_of(ranks) for ranks in (REFERENCES[cell.variant][1], cell.before[0], cell.after[0])}
+    jobs = {JOB[ranks] for ranks in (cell.reference_ranks, cell.before[0], cell.after[0])}
     for job in sorted(jobs, key=[*JOBS].index):
         outcomes |= trained_by(job)
     require_success({name: outcomes[name] for name in (cell.reference, cell.source, cell.name) if name in outcomes})
-    step, uninterrupted_steps = resumed_step(cell), read_steps(shared_folder / cell.reference)
-    if step is None:
-        interrupt_and_resume(cell, shared_folder, request)
+    steps = read_steps(shared_folder / cell.reference)
+    if isinstance(cell.interruption, int):
+        assert f"(step {cell.interruption})" in outcomes[cell.name].out
     else:
-        assert f"(step {step})" in outcomes[cell.name].out
-    if step == 8:
-        assert uninterrupted_steps[7]["epoch"] % 1 != 0, "the checkpoint must be from the middle of an epoch"
+        interrupt_and_resume(cell, shared_folder, request)
+    if cell.interruption == 8:
+        assert steps[7]["epoch"] % 1 != 0, "the checkpoint must be from the middle of an epoch"
     if cell.variant == "early":
-        assert len(uninterrupted_steps) == 8
-    if cell.variant == "overflow":
-        norms = [line["grad_norm"] for line in uninterrupted_steps]
-        assert None in norms[:step], "no step before the checkpoint has overflowed"
-        assert norms[-1] is not None
+        assert len(steps) == 8
     run, reference = (shared_folder / name for name in (cell.name, cell.reference))
     assert hash_results(run) == hash_results(reference)
     for file in (reference / "model").glob("*config.json"):  # training changes neither config nor tokenizer
