@@ -23,15 +23,14 @@ GRADIENTS = torch.ones(2**20)
 
 def count_all(settings: Settings) -> None:
     with join(settings) as world:
-        flat = replace(world, node_groups=())
         assert len(world.levels) == 2
         counted = {"ring": count(lambda: dist.all_reduce(GRADIENTS.clone()), world)}
-        for name, levels in (("", world), (", one level", flat)):
+        for name, levels in (("two levels", world), ("one level", replace(world, node_groups=()))):
             hook = FixedOrderAllReduce([], TreeSum(), levels)
-            counted[f"average{name}"] = count(lambda hook=hook: hook.exchange(GRADIENTS.clone(), True, 4).wait(), world)
-            counted[f"reduce-scatter{name}"] = count(
-                lambda levels=levels: reduce_scatter_pairwise(GRADIENTS.clone().view(4, -1), levels.levels), world
-            )
+            counted[name] = count(lambda hook=hook: hook.exchange(GRADIENTS.clone(), True, 4).wait(), world)
+        counted["reduce-scatter"] = count(
+            lambda: reduce_scatter_pairwise(GRADIENTS.clone().view(4, -1), world.levels), world
+        )
         if world.local_rank == 0:
             print(json.dumps(counted), flush=True)
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from helpers.architectures import write_model
-from transformers import pipeline
+from helpers.jobs import LIMIT, PROJECT, SAMPLE_CSV
+from safetensors.torch import load_file
 
 import app.ddp_loop
 from app.cli import parse_settings
+from app.distributed.launcher import torchrun_command
 from app.runs.csv_escape import escape
 from app.runs.reader import read_run
 
@@ -28,15 +35,6 @@ def fine_tune(world, tmp_path, monkeypatch):
         app.ddp_loop.fine_tune(parse_settings(arguments=[*TINY, "--use_cpu", "--output_dir=run", *flags]), world)
 
     return run
-
-
-def test_a_finished_run_is_a_pipeline_with_class_names(fine_tune, review_csv, tmp_path):
-    fine_tune(f"--csv={review_csv(90, classes=('schlecht', 'gut', '=1+1'))}")
-    classify = pipeline("text-classification", model=str(tmp_path / "run" / "model"))
-    assert {label["label"] for label in classify("好，第3次", top_k=None)} == {"schlecht", "gut", "=1+1"}
-    assert (tmp_path / "run" / "model" / "README.md").read_text().startswith("---\n")
-    cells = set(pd.read_csv(tmp_path / "run" / "predictions.csv")["label"])
-    assert "'=1+1" in cells, "a spreadsheet would run it as a formula"
 
 
 def test_reviews_and_classes_of_any_kind_are_read_back_from_predictions(fine_tune, tmp_path):
@@ -58,17 +56,6 @@ def test_a_model_folder_without_weights_is_reported(fine_tune, review_csv, tmp_p
     assert "no weights" in capsys.readouterr().out
 
 
-def test_each_run_gets_a_new_folder(world, review_csv, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    settings = parse_settings(arguments=[*TINY, "--use_cpu", f"--csv={review_csv()}"])
-    for _ in range(2):
-        app.ddp_loop.fine_tune(settings, world)
-    first, second, latest = sorted((tmp_path / "runs" / "ddp_loop").iterdir())
-    assert latest.name == "latest"
-    assert latest.resolve() == second.resolve()
-    assert [run.metrics["hash"] for run in map(read_run, (first, second))] == [read_run(latest).metrics["hash"]] * 2
-
-
 @pytest.mark.launched
 @pytest.mark.parametrize("path_name", ["ddp_loop", pytest.param("trainer_run", marks=pytest.mark.slow)])
 def test_plain_python_is_a_run_of_one_rank_in_a_new_folder(launch, review_csv, tmp_path, path_name):
@@ -81,3 +68,48 @@ def test_plain_python_is_a_run_of_one_rank_in_a_new_folder(launch, review_csv, t
     assert (tmp_path / "runs" / path_name / "latest").resolve() in runs
     settings = json.loads((tmp_path / "runs" / path_name / "latest" / "settings.json").read_text())
     assert (settings["path"], settings["world_size"]) == (path_name, 1)
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="`script` has other options elsewhere")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_bar_appears_on_a_terminal(tmp_path, path):
+    flags = ["--csv", SAMPLE_CSV, "--use_cpu", "--threads=1", "--max_length=8", "--max_steps=2", "--eval_strategy=no"]
+    command = torchrun_command(f"app.{path}", [*flags, "--save_strategy=no"], nproc_per_node=0)
+    # `script` gives a command a terminal, which has no size at first, so no room for a bar.
+    on_terminal = ["script", "-qec", f"stty rows 24 cols 100; exec {shlex.join(command)} >/dev/null", "/dev/null"]
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
+    done = subprocess.run(on_terminal, stdin=subprocess.DEVNULL, **options)
+    assert done.returncode == 0, done.stdout
+    assert "2/2 [" in done.stdout, "two of two steps"
+
+
+# ---- machines with GPUs: without one, a script simulates that of a rank's node --------------------------------------
+
+ON_GPUS = str(Path(__file__).with_name("nodes_with_gpus.py"))
+SMALL = ("--csv", SAMPLE_CSV, "--train_batch_size", 8, "--max_length", 32, "--max_steps", 3, "--threads", 1)
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+@pytest.mark.parametrize("path_name", PATHS)
+def test_a_cpu_run_finishes_on_a_machine_whose_gpu_is_full(launch, path_name):
+    flags = [*SMALL, "--use_cpu", "--bf16", "--eval_strategy", "no", "--test_size", 0.02, "--output_dir", "run"]
+    done = launch(ON_GPUS, f"app.{path_name}", *flags, GPUS="1")
+    assert done.status == 0, done.err
+
+
+@pytest.mark.gpu
+@pytest.mark.launched
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_deterministic_runs_of_both_paths_have_the_same_weights_on_a_gpu(launch, tmp_path, precision):
+    runs = [("a", "ddp_loop"), ("b", "ddp_loop"), ("c", "trainer_run")]
+    for name, path_name in runs:
+        flags = [*SMALL, "--max_steps", 20, "--deterministic", "--precision", precision, "--output_dir", name]
+        done = launch(path_name, *flags, ranks=1)
+        assert done.status == 0, done.err
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name, _ in runs]
+    for other in weights[1:]:
+        assert all(other[name].equal(tensor) for name, tensor in weights[0].items())

@@ -17,7 +17,6 @@ from helpers.jobs import LIMIT, PROJECT, read_steps, unavailable, write_subset
 from launched.two_nodes import wait_for_all, wait_until
 
 from app.bench.two_nodes import SYSTEM_PATH
-from app.runs.hashes import hash_results
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 PAGE = (PROJECT / "docs" / "tutorial.md").read_text("utf-8")
@@ -87,20 +86,15 @@ def test_every_command_of_the_tutorial(clone: Path, shell: Callable[..., str], n
     printed = shell(compare)
     assert printed.splitlines()[-1] in PAGE, "bitwise identical"
 
-    assert commands_of(3) == []
     report = (clone / re.search(r"Open `(.*?)`", PAGE)[1]).read_text("utf-8")
     for title in re.findall(r"\*([A-Z].*?)\*", PAGE.split("## 3.")[1].split("## 4.")[0]):
         assert f"<h2>{title}</h2>" in report
-    for picture in re.findall(r"\]\((images/.*?)\)", PAGE):
-        assert (PROJECT / "docs" / picture).is_file()
 
     train, diff, compare = commands_of(4)
     shell(train)
     lines = [line.split('"')[1] for line in shell(diff, status=1).splitlines() if line.startswith(">")]
     changed = {line for line in lines if "torchelastic" not in line}  # each of the launchers has a line of its own
-    assert {"dropout", "output_dir"} <= changed
-    of_config = {name for name in changed if name.endswith("_dropout")}
-    assert changed - of_config <= {"dropout", "output_dir"}, "as the page says"
+    assert {name for name in changed if not name.endswith("_dropout")} == {"dropout", "output_dir"}, "as the page says"
     assert shell(compare).splitlines()[-1].startswith("not equal: step 1: the loss is ")
 
     make, train = commands_of(5)
@@ -134,5 +128,3 @@ def test_every_command_of_the_tutorial(clone: Path, shell: Callable[..., str], n
     printed = [job.communicate(timeout=LIMIT)[0] for job in running]
     assert [job.returncode for job in running] == [0, 0], "\n".join(printed)
     assert shell(compare).splitlines()[-1].startswith("bitwise identical")
-    results = [hash_results(clone / "runs" / name) for name in ("first/ddp_loop", "interrupted", "two_machines")]
-    assert results == results[:1] * 3
