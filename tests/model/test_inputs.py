@@ -8,41 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.architectures import CONFIGS, PAIR, SMALL
+from helpers.architectures import CONFIGS, SMALL
 from helpers.worlds import batch_plan, fake_world, process_group_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AlbertConfig,
-    AutoModelForSequenceClassification,
-    CamembertConfig,
-    ErnieConfig,
-    LlamaConfig,
-    MBartConfig,
-    MegatronBertConfig,
-    MobileBertConfig,
-    PreTrainedModel,
-    RobertaPreLayerNormConfig,
-    XLMRobertaConfig,
-    XLMRobertaXLConfig,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from app.model.inputs import BIDIRECTIONAL, ENCODERS, to_device
 from app.settings import Settings
 from app.strategies.fsdp import FullyShardStrategy
 
-FURTHER = {
-    "albert": AlbertConfig(**SMALL, embedding_size=16),
-    "camembert": CamembertConfig(**SMALL),
-    "ernie": ErnieConfig(**SMALL),
-    "llama": LlamaConfig(**SMALL),
-    "mbart": MBartConfig(d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, **PAIR),
-    "megatron_bert": MegatronBertConfig(**SMALL),
-    "mobilebert": MobileBertConfig(**SMALL, embedding_size=16, intra_bottleneck_size=32, true_hidden_size=32),
-    "roberta_prelayernorm": RobertaPreLayerNormConfig(**SMALL),
-    "xlm_roberta": XLMRobertaConfig(**SMALL),
-    "xlm_roberta_xl": XLMRobertaXLConfig(**SMALL),
-}
 LISTED = {name.split(".")[2] for name in BIDIRECTIONAL}
+SIZES = SMALL | {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32}  # where there are any
+FURTHER = {name: AutoConfig.for_model(name.replace("_", "-"), **SIZES) for name in sorted(LISTED - CONFIGS.keys())}
 LENGTH, VOCABULARY, PAD = 37, 60, 1
 
 
@@ -79,9 +56,16 @@ def results(model: PreTrainedModel, batch: dict[str, torch.Tensor], dtype: torch
 
 
 @pytest.mark.parametrize("lengths", [(LENGTH, 20, 5, 30), (LENGTH,) * 4], ids=["padded", "full"])
-@pytest.mark.parametrize("name", [*CONFIGS, *FURTHER])
-def test_results_are_bitwise_those_with_the_mask_of_the_batch(name, lengths):
-    model, batch = classifier(name), batch_of(name, lengths)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name in (*CONFIGS, *FURTHER)),
+        ("bert", {"_attn_implementation": "eager"}),
+        ("bert", {"is_decoder": True}),
+    ],
+)
+def test_results_are_bitwise_those_with_the_mask_of_the_batch(name, changes, lengths):
+    model, batch = classifier(name, **changes), batch_of(name, lengths)
     prepared = to_device(batch, model, fake_world())
     for dtype, training in product((torch.float32, torch.bfloat16), (True, False)):
         model.train(training)
@@ -114,23 +98,6 @@ def test_the_forward_pass_reads_no_value_of_the_mask(name):
             model(**prepared)
         with pytest.raises(AssertionError), WithoutHostReads():
             model(**batch)
-
-
-def test_a_batch_without_padding_needs_no_mask_and_the_batch_itself_keeps_its_mask():
-    model, batch = classifier("modernbert"), batch_of("modernbert", (LENGTH, LENGTH))
-    assert to_device(batch, model, fake_world()).keys() == {"input_ids", "labels"}
-    assert batch["attention_mask"].shape == (2, LENGTH)
-
-
-OTHERS = [(name, {}) for name in ("modernbert", "bart", "gpt2", "t5", "xlnet")]
-OTHERS += [("bert", {"_attn_implementation": "eager"}), ("bert", {"is_decoder": True})]
-
-
-@pytest.mark.parametrize(("name", "changes"), OTHERS)
-def test_models_that_use_the_mask_in_other_ways_get_it_unchanged(name, changes):
-    batch = batch_of(name, (LENGTH, 20))
-    prepared = to_device(batch, classifier(name, **changes), fake_world())
-    assert torch.equal(prepared["attention_mask"], batch["attention_mask"])
 
 
 def test_a_sharded_model_gets_the_same_mask():

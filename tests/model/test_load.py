@@ -152,24 +152,10 @@ def test_an_attention_implementation_that_cannot_be_used_is_named(folder, weight
     assert re.match(f"--attn_implementation {attention}: {message}", found)
 
 
-@pytest.mark.parametrize(
-    ("model", "problem"),
-    [
-        ("none", "no such folder"),
-        ("empty", "config.json"),
-        ("empty/file.txt", "is not a model folder"),
-        ("nobody/no-such-model", "local cache"),
-        ("no such name!", "no such folder, and no such model"),
-    ],
-)
-def test_anything_that_is_not_a_model_is_rejected(tmp_path, monkeypatch, model, problem):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    Path("empty/file.txt").touch()
-    message = error_message(model)
-    assert problem in message
-    assert model in message
+def test_files_and_impossible_names_are_no_models(tmp_path):
+    (tmp_path / "file.txt").touch()
+    assert f"{tmp_path}/file.txt: is not a model folder" in error_message(tmp_path / "file.txt")
+    assert "no such name!: no such folder, and no such model" in error_message("no such name!")
 
 
 DEEP = "[" * 100_000
@@ -189,9 +175,7 @@ ONE_SHARD = '{"metadata": {}, "weight_map": {"bert.pooler.dense.weight": "shard.
         ("model.safetensors.index.json", "[]", "its model cannot be loaded"),
         ("model.safetensors", b"garbage", "its model cannot be loaded"),
         ("tokenizer.json", "[]", "its tokenizer cannot be loaded"),
-        ("tokenizer.json", DEEP, "its tokenizer cannot be loaded"),
         ("tokenizer_config.json", DEEP, "its tokenizer cannot be loaded"),
-        ("config.json", "{", "cannot be loaded"),
         ("config.json", "3", "cannot be loaded"),
         ("config.json", DEEP, "cannot be loaded"),
         ("config.json", '{"model_type": "no-such-type"}', "no-such-type"),
