@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -28,16 +29,12 @@ class Mirror(BaseHTTPRequestHandler):
     SENT: ClassVar = {"/right": CONTENT, "/wrong": CONTENT[::-1], "/truncated": CONTENT[:-5000], "/hangs": b"label"}
 
     def do_GET(self):
-        self.server.requests.append(self.path)
-        if self.path not in self.SENT:
-            self.send_error(404)
-            return
-        self.send_response(200)
+        self.send_response(200 if self.path in self.SENT else 404)
         self.send_header("Content-Length", str(len(CONTENT)))
         self.end_headers()
-        self.wfile.write(self.SENT[self.path])
+        self.wfile.write(self.SENT.get(self.path, b""))
+        self.server.requests.put(self.path)
         if self.path == "/hangs":
-            self.server.requested.set()
             self.server.released.wait(30)
 
     def log_message(self, *_):
@@ -48,23 +45,20 @@ class Mirror(BaseHTTPRequestHandler):
 def mirror(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
-        server.requests, server.released, server.requested = [], threading.Event(), threading.Event()
+        server.requests, server.released = queue.SimpleQueue(), threading.Event()
         server.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.released.set()
         server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
 def output(tmp_path, monkeypatch):
-    output = tmp_path / "data" / "reviews.csv"
+    (tmp_path / "data").mkdir()
     monkeypatch.setattr(download, "SHA256", hashlib.sha256(CONTENT).hexdigest())
-    monkeypatch.setattr(download, "DOWNLOADED_CSV", output)
-    output.parent.mkdir()
-    return output
+    monkeypatch.setattr(download, "DOWNLOADED_CSV", tmp_path / "data" / "reviews.csv")
+    return download.DOWNLOADED_CSV
 
 
 @pytest.fixture
@@ -87,13 +81,13 @@ def test_the_expected_file_is_downloaded_and_only_once(mirror, output, run):
     assert output.read_bytes() == CONTENT
     assert output.stat().st_mode & 0o777 == 0o644
     assert [*output.parent.iterdir()] == [output]
-    assert mirror.requests == ["/right"]
+    assert mirror.requests.qsize() == 1
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("MIRROR/wrong", f"does not match the known hash: expected {hashlib.sha256(CONTENT).hexdigest()}"),
+        ("MIRROR/wrong", "does not match the known hash"),
         ("MIRROR/truncated", "IncompleteRead|does not match"),
         ("MIRROR/hangs", "timed out"),
         ("MIRROR/none", "404"),
@@ -121,7 +115,7 @@ def test_a_signal_during_a_download_leaves_no_file(mirror, output, number):
     )
     command = [sys.executable, "-c", start, "--url", mirror.url + "/hangs"]
     with subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True) as process:
-        assert mirror.requested.wait(60)
+        mirror.requests.get(timeout=60)
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -14,7 +14,6 @@ from app.data.reviews import ReviewTable, clean
 from app.data.sources import open_sources
 from app.data.split import count_duplicates, split_reviews
 from app.settings import Settings
-from app.training.build import ReviewData
 from app.training.prepare import check_parts
 
 SIZES = {"train": 20, "validation": 6, "test": 8}
@@ -57,7 +56,7 @@ def sizes_of(table: ReviewTable) -> dict[str, int]:
     return {part: len(positions) for part, positions in table.parts.items()}
 
 
-def test_published_parts_are_used_as_they_are_in_any_format(tmp_path):
+def test_published_parts_are_used_as_they_are_in_any_format(tmp_path, monkeypatch):
     table = read(files(write(tmp_path)), tmp_path / "cache")
     assert (sizes_of(table), table.rows_read, table.path) == (SIZES, 34, tmp_path / "train.csv")
     parts = split(table)
@@ -66,8 +65,10 @@ def test_published_parts_are_used_as_they_are_in_any_format(tmp_path):
         assert table.rows[table.parts[part]].tolist() == list(range(n))  # in its own file
         assert table.labels[table.parts[part]].tolist() == rows(part, n).label.tolist()
     assert split(table, test_size=0.3) == parts, "a size that has no effect is part of the fingerprint"
-    other = read({"dataset_name": str(write(tmp_path / "lines", "{}.jsonl"))})
-    assert (other.sha256, split(other)) == (table.sha256, parts)
+    monkeypatch.chdir(write(tmp_path / "lines", "{}.jsonl"))
+    for name in (".", f"{tmp_path}/lines/"):
+        other = read({"dataset_name": name})
+        assert (other.sha256, split(other)) == (table.sha256, parts)
 
 
 @pytest.mark.parametrize(("published", "held_out"), [("validation", "test"), ("test", "validation")])
@@ -90,43 +91,18 @@ def test_dropped_rows_are_those_of_their_file(tmp_path):
 # --- folders ---
 
 
-@pytest.mark.parametrize("name", ["{}.csv", "{}.csv.gz"])
-def test_csv_files_of_a_data_set_are_read_like_one_that_csv_names(tmp_path, name):
-    frame = pd.DataFrame(
-        {"label": ["007", "1"] * 4, "review": ["000", "NA", "null", "1e5", "2024-01-01", "", "b", "c"]}
-    )
-    folder = write(tmp_path / "data", name, parts=("train",), train=frame)
-    frame.to_csv(tmp_path / "train.csv", index=False)
-    table, csv = read({"dataset_name": str(folder)}, tmp_path / "cache"), read(files(tmp_path, "train"))
-    assert table.texts.tolist() == csv.texts.tolist() == [text for text in frame.review if text]
-    assert (table.class_names, table.dropped) == (("007", "1"), {"no review": [5]})
-    assert (table.class_names, table.dropped, table.sha256) == (csv.class_names, csv.dropped, csv.sha256)
-
-
-def test_a_part_of_a_data_set_may_have_several_files_and_a_folder_any_name(tmp_path, monkeypatch):
-    folder = write(tmp_path, "train/{}.csv", parts=("train",))
-    rows("train", 4).assign(label="good").to_csv(folder / "train" / "z.csv", index=False)
-    write(folder, "test/{}.csv", parts=("test",))
-    table = read({"dataset_name": str(folder)})
-    assert (sizes_of(table), table.class_names) == ({"train": 24, "test": 8}, ("0", "1", "good"))
-    monkeypatch.chdir(folder)
-    assert read({"dataset_name": "."}).sha256 == read({"dataset_name": f"{folder}/"}).sha256 == table.sha256
-
-
-def test_labels_may_look_like_numbers_in_one_part_of_a_file_and_like_words_in_another(tmp_path):
-    many = 10_001  # pandas infers the types of 10,000 rows at once
-    train, test = (rows("train", n).astype({"label": str}) for n in (many, 3))
-    train.loc[many - 2 :, "label"] = "good"
-    folder = write(tmp_path / "data", "{}.tsv", parts=("train", "test"), train=train, test=test)
+@pytest.mark.parametrize("ending", ["csv", "csv.gz", "tsv"])
+def test_csv_files_of_a_data_set_are_read_like_one_that_csv_names(tmp_path, ending):
+    texts = ["000", "NA", "null", "1e5", "2024-01-01", "", "b", "c"] * 1_251
+    # pandas infers the types of 10,000 rows at once, and labels may look like numbers in some of them only.
+    frame = pd.DataFrame({"label": ["007", "1"] * 5_000 + ["good"] * 8, "review": texts})
+    for i, part_of_rows in enumerate((frame[:6], frame[6:])):
+        folder = write(tmp_path / "data", f"{{}}/{i}.{ending}", parts=("train",), train=part_of_rows)
     table = read({"dataset_name": str(folder)}, tmp_path / "cache")
-    assert (table.class_names, sizes_of(table)) == (("0", "1", "good"), {"train": many, "test": 3})
-
-
-def test_options_that_a_data_set_declares_for_its_csv_files_are_applied(tmp_path):
-    configs = "configs:\n- config_name: default\n  data_files: train.csv\n  nrows: 8\n"
-    folder = write(tmp_path / "data", parts=("train",))
-    (folder / "README.md").write_text(f"---\n{configs}---\n")
-    assert len(read({"dataset_name": str(folder)})) == 8
+    csv = read(files(write(tmp_path, parts=("train",), train=frame), "train"))
+    assert table.texts.tolist() == csv.texts.tolist() == [text for text in texts if text]
+    assert table.class_names == csv.class_names == ("007", "1", "good")
+    assert (table.dropped, table.sha256) == (csv.dropped, csv.sha256)
 
 
 # --- mistakes ---
@@ -153,10 +129,10 @@ def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path):
     with (too_many_fields / "test.csv").open("a") as file:
         file.write("1,good, clean\n")
     for name, message in (
-        (f"{no_train}", "has no split train, but 'test'"),
-        (f"{no_train}/config", "BuilderConfig 'config' not found"),
-        (f"{too_many_fields}", "Expected 2 fields in line 10, saw 3"),
-        ("/missing/folder/of/data", "Couldn't find any data file at /missing/folder/of"),
+        (f"{no_train}", "no split train"),
+        (f"{no_train}/config", "'config'"),
+        (f"{too_many_fields}", "line 10"),
+        ("/missing/folder/of/data", "/missing/folder/of"),
         ("x" * 300, ""),
     ):
         with pytest.raises(UserError) as caught:
@@ -169,10 +145,10 @@ def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset_name": "x", "csv": "a.csv"}, "--dataset_name and --csv exclude each other"),
-        ({"dataset_name": "x", "test_file": "a.csv"}, "--dataset_name and --test_file exclude each other"),
+        ({"dataset_name": "x", "csv": "a.csv"}, "--dataset_name and --csv"),
+        ({"dataset_name": "x", "test_file": "a.csv"}, "--dataset_name and --test_file"),
         ({"test_file": "a.csv"}, "--test_file needs --csv"),
-        ({"csv": "a", "test_file": "b", "test_size": 0.2}, "--test_file and --test_size exclude each other"),
+        ({"csv": "a", "test_file": "b", "test_size": 0.2}, "--test_file and --test_size"),
         ({"csv": "a", "validation_file": "b", "validation_size": 0.2}, "--validation_file and --validation_size"),
     ],
 )
@@ -195,7 +171,7 @@ def test_settings_that_do_not_fit_the_parts_of_a_data_set_are_rejected(tmp_path,
     table = read({"dataset_name": str(folder)})
     parts_of_table = split_reviews(table, test_size=0.2, validation_size=0.0, seed=42)
     duplicates = count_duplicates(table, parts_of_table)
-    data = cast(ReviewData, SimpleNamespace(table=table, split=parts_of_table, duplicates=duplicates))
+    data: Any = SimpleNamespace(table=table, split=parts_of_table, duplicates=duplicates)  # what is checked
     check_parts(Settings(dataset_name=str(folder)), data)
     with pytest.raises(UserError, match=message):
         check_parts(Settings(dataset_name=str(folder), **changes), data)
