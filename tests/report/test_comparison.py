@@ -1,17 +1,26 @@
-"""comparison.json: its documented keys, and each value against its definition."""
+"""comparison.json: its documented keys, each value against its definition, and the baselines of the same rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 
+import numpy as np
 import pandas as pd
+import pytest
+from helpers.run_folders import edit_json, write_run
 from sklearn.metrics import confusion_matrix
 
-from app.report.baselines import measure_baselines
+from app import compare
+from app.common.errors import UserError
+from app.data import reviews
+from app.program import run_program
+from app.report import baselines
+from app.report.baselines import measure_baselines, reread_rows
 from app.report.comparison import compare_runs, compare_seeds
 from app.report.explanation import conclude
-from app.report.statistics import paired
+from app.report.statistics import paired, wilson_interval
+from app.runs.reader import read_run
 
 DOCUMENTED_KEYS = {
     *("runs", "split_fingerprint", "first_differing_step", "max_loss_difference", "disagreements", "same_predictions"),
@@ -24,25 +33,22 @@ def conclusion_of(comparison: dict) -> str:
     return conclude(comparison["first_difference"], comparison["explanation"])
 
 
-def test_identical_runs_have_no_difference(make_pair):
-    comparison = compare_runs(*make_pair(same=True))
+def test_identical_runs_have_no_difference_until_one_of_their_results_differs(make_pair):
+    a, b = make_pair(same=True)
+    comparison = compare_runs(a, b)
     assert comparison.keys() >= DOCUMENTED_KEYS
     assert all(run.keys() >= PER_RUN for run in comparison["runs"])
     assert comparison["verdict"] == "Bitwise identical training"
-    assert comparison["max_loss_difference"] == 0
-    assert comparison["same_predictions"]
-    assert comparison["disagreements"] == []
+    assert (comparison["same_predictions"], comparison["disagreements"]) == (True, [])
     nothing = ("first_difference", "first_differing_step", "statistics", "explanation")
     assert [comparison[key] for key in nothing] == [None] * 4
     assert conclusion_of(comparison).startswith("bitwise identical")
-
-
-def test_runs_with_identical_steps_but_other_results_are_not_identical(make_pair):
-    a, b = make_pair(same=True)
     b.metrics["loss"] = 9.0
-    comparison = compare_runs(a, b)
+    comparison = compare_runs(a, b, baselines=False)
     assert (comparison["first_differing_step"], comparison["max_loss_difference"]) == (None, 0)
     assert comparison["verdict"].startswith("Undecided over 15 test rows")
+    a.steps[5]["loss"], b.steps[5]["loss"] = 1e308, -1e308
+    assert compare_runs(a, b, baselines=False)["max_loss_difference"] is None, "it overflows"
 
 
 def test_every_value_of_different_runs_agrees_with_its_definition(make_pair):
@@ -60,9 +66,8 @@ def test_every_value_of_different_runs_agrees_with_its_definition(make_pair):
     statistics = comparison["statistics"]
     assert statistics["a_only"] == (correct[0] & ~correct[1]).sum()
     assert statistics["b_only"] == (correct[1] & ~correct[0]).sum()
-    for side, table in enumerate(tables):
-        expected = confusion_matrix(table["label"], table["predicted"], labels=["0", "1"]).tolist()
-        assert comparison["confusion_matrices"][side] == expected
+    expected = [confusion_matrix(table["label"], table["predicted"], labels=["0", "1"]).tolist() for table in tables]
+    assert comparison["confusion_matrices"] == expected
     assert comparison["floors"] == measure_baselines(runs[0])
     assert conclusion_of(comparison).startswith("not equal: step 1: the loss is ")
     assert conclusion_of(comparison).endswith("threads 1 and 2; start both with --threads 1")
@@ -77,16 +82,10 @@ def test_the_20_most_confident_mistakes_of_both_runs_are_listed(make_pair, revie
     confidence = sum(wrong[[f"probability_0_{run}", f"probability_1_{run}"]].max(axis=1) for run in "xy")
     listed = wrong.loc[confidence.sort_values(ascending=False).index[:20]]
     assert len(listed) == 20 < comparison["n_misclassified_by_both"] == len(wrong)
-    found = comparison["misclassified_by_both"]
-    for name in ("row", "label", "review"):
-        assert [row[name] for row in found] == listed[name].to_list()
-    assert [row["predicted"] for row in found] == listed[["predicted_x", "predicted_y"]].to_numpy().tolist()
-
-
-def test_a_difference_in_loss_that_overflows_is_none(make_pair):
-    a, b = make_pair(same=True)
-    a.steps[5]["loss"], b.steps[5]["loss"] = 1e308, -1e308
-    assert compare_runs(a, b, baselines=False)["max_loss_difference"] is None
+    found = pd.DataFrame(comparison["misclassified_by_both"])
+    found[["predicted_x", "predicted_y"]] = found["predicted"].to_list()
+    names = ["row", "label", "review", "predicted_x", "predicted_y"]
+    assert found[names].to_numpy().tolist() == listed[names].to_numpy().tolist()
 
 
 def test_the_comparison_over_seeds_contains_every_pair(make_pair, review_csv):
@@ -95,22 +94,17 @@ def test_the_comparison_over_seeds_contains_every_pair(make_pair, review_csv):
     comparison = compare_seeds(pairs)
     assert comparison.keys() >= DOCUMENTED_KEYS
     assert comparison["runs"][0]["folder"] == str(pairs[0][0].folder)
-    entries, statistics = comparison["seeds"]["pairs"], comparison["seeds"]["paired_seeds"]
-    assert [entry["seed"] for entry in entries] == [1, 2, 3]
-    assert [entry["first_differing_step"] for entry in entries] == [1, None, 1]
-    accuracies = [[run.metrics["accuracy"] for run in runs] for runs in zip(*pairs, strict=True)]
-    for side in (0, 1):
-        assert [entry["runs"][side]["accuracy"] for entry in entries] == accuracies[side]
-    assert statistics == dataclasses.asdict(paired(*accuracies))
+    entries, accuracies = comparison["seeds"]["pairs"], [[run.metrics["accuracy"] for run in pair] for pair in pairs]
+    assert [(entry["seed"], entry["first_differing_step"]) for entry in entries] == [(1, 1), (2, None), (3, 1)]
+    assert [[run["accuracy"] for run in entry["runs"]] for entry in entries] == accuracies
+    of_a, of_b = zip(*accuracies, strict=True)
+    assert comparison["seeds"]["paired_seeds"] == dataclasses.asdict(paired(of_a, of_b))
     assert comparison["verdict"] == comparison["seeds"]["verdict"] != entries[1]["verdict"]
     of_seeds = [measure_baselines(a) for a, _ in pairs]
     assert [entry["baselines"] for entry in entries] == of_seeds
     for number, baseline in enumerate(comparison["seeds"]["baselines"]):
-        expected = paired(accuracies[0], [of_seed[number]["accuracy"] for of_seed in of_seeds])
+        expected = paired(of_a, [of_seed[number]["accuracy"] for of_seed in of_seeds])
         assert baseline["paired_seeds"] == dataclasses.asdict(expected)
-    without = compare_seeds(pairs, baselines=False)["seeds"]
-    assert without["baselines"] == []
-    assert [entry["baselines"] for entry in without["pairs"]] == [None] * 3
 
 
 def test_training_is_identical_only_if_it_is_for_every_seed(make_pair, review_csv):
@@ -122,3 +116,59 @@ def test_training_is_identical_only_if_it_is_for_every_seed(make_pair, review_cs
     assert comparison["verdict"].startswith("Undecided over 2 seeds")
     assert comparison["settings"][0]["seed"] == 2, "the pair that differs is shown"
     assert comparison["first_difference"].startswith("step 12: the loss is ")
+
+
+# ---- the baselines ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(make_pair):
+    return make_pair()[0]
+
+
+def test_baselines_agree_with_a_manual_calculation(run):
+    majority, n_grams = measure_baselines(run)
+    correct = int((run.predictions["label"] == "1").sum())  # two thirds, in the training rows and in the test rows
+    interval = dataclasses.asdict(wilson_interval(correct, len(run.predictions)))
+    assert majority == {"name": "majority class", "accuracy": correct / len(run.predictions), "interval": interval}
+    assert n_grams["name"] == "TF-IDF + logistic regression"
+    assert n_grams["accuracy"] == 1.0, "one class contains 差, the other one 好"
+
+
+def test_many_rows_are_sampled_and_the_name_says_so(run, monkeypatch):
+    monkeypatch.setattr(reviews, "MAX_SAMPLE", 30)
+    _, sampled = measure_baselines(run)
+    assert (sampled["name"], sampled["accuracy"]) == ("TF-IDF + logistic regression, 23 of 45 rows", 1.0)
+
+
+def test_the_rows_are_those_of_the_run_unless_the_csv_has_changed(run):
+    """Settings that are null, such as in runs of earlier versions, are the defaults."""
+    edit_json(run.folder / "settings.json", text_column=None, label_column=None, validation_size=None)
+    run = read_run(run.folder)
+    table, split = reread_rows(run)
+    assert sorted(table.rows[split.test]) == run.predictions["row"].to_list()
+    assert not set(split.train) & set(split.test)
+    changed = pd.read_csv(run.settings["csv"])
+    changed.loc[0, "review"] += "！"
+    changed.to_csv(run.settings["csv"], index=False)
+    with pytest.raises(UserError, match=r"reviews\.csv: has changed since the run"):
+        measure_baselines(run)
+
+
+@pytest.mark.slow
+def test_the_baselines_of_the_real_reviews(real_csv, tmp_path):
+    run = read_run(write_run(tmp_path / "run", real_csv, test_size=0.1))
+    majority, n_grams = measure_baselines(run)
+    assert majority["accuracy"] == np.mean(run.predictions["label"] == "1")
+    rows = 2 / len(run.predictions)  # some lie so close to the boundary that a fit on another CPU decides otherwise
+    assert n_grams["accuracy"] == pytest.approx(0.907, abs=rows)
+
+
+def test_no_baselines_trains_none_and_the_reports_say_so(make_pair, tmp_path, monkeypatch, capsys):
+    folders = [str(run.folder) for run in make_pair()]
+    monkeypatch.setattr(baselines, "reread_rows", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("sys.argv", ["compare", *folders, "--no_baselines", "--output_dir", str(tmp_path / "out")])
+    assert run_program(compare.main) == 0
+    pages = [(tmp_path / "out" / name).read_text("utf-8") for name in ("comparison.md", "comparison.html")]
+    assert all("not computed because of --no_baselines" in page for page in [capsys.readouterr().out, *pages])
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text("utf-8"))["floors"] is None
