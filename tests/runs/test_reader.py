@@ -1,15 +1,13 @@
-"""A run is read exactly as it was written; a missing or damaged file is one line that names it."""
+"""A missing or damaged file of a run is one line that names it. tests/launched/test_paths.py reads what runs wrote."""
 
 from __future__ import annotations
 
-import pandas as pd
 import pytest
 from helpers.run_folders import write_run
 
 from app.common.errors import UserError
-from app.runs.csv_escape import escape
 from app.runs.reader import read_run
-from app.runs.schema import METRICS, PREDICTIONS, SETTINGS, SPLIT, STEPS, probability_column
+from app.runs.schema import METRICS, PREDICTIONS, SETTINGS, SPLIT, STEPS
 
 
 @pytest.fixture
@@ -34,21 +32,3 @@ def test_json_that_is_not_an_object_is_rejected(run, content):
     (run / SPLIT.name).write_text(content)
     with pytest.raises(UserError, match=r"split\.json: damaged"):
         read_run(run)
-
-
-def test_original_classes_and_exact_probabilities_are_restored_and_reviews_stay_escaped(tmp_path):
-    # They would run in a spreadsheet, or look as if they were escaped already.
-    classes = ["=a", "'=a", "x;=b"]
-    reviews = [f"{begin}{i}" for i in range(20) for begin in ("=", "'=", "好;=", "a\n-", "很好", "-")]
-    source = pd.DataFrame({"label": [classes[i % 3] for i in range(len(reviews))], "review": reviews})
-    source.to_csv(tmp_path / "formulas.csv", index=False)
-    folder = write_run(tmp_path / "run", tmp_path / "formulas.csv")
-    run, cells = read_run(folder), pd.read_csv(folder / PREDICTIONS, dtype=str)
-    rows = source.loc[run.predictions["row"]]
-    assert run.predictions["review"].tolist() == rows["review"].map(escape).tolist()
-    assert run.predictions["label"].tolist() == rows["label"].tolist()
-    assert set(run.predictions["predicted"]) == set(classes)
-    assert list(run.probabilities) == [probability_column(name) for name in run.split["classes"]]
-    for name in classes:
-        written = cells[escape(probability_column(name))]
-        assert run.probabilities[probability_column(name)].tolist() == list(map(float, written))
