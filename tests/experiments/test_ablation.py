@@ -60,78 +60,71 @@ def outcome(losses, correct, weights=(3.0, 4.0)):
     return Outcome(losses, np.array(correct, dtype=bool), torch.tensor(weights))
 
 
-def effect_of(pairs, variant=BASELINE):
-    runs = [
-        {"baseline": "ours", "change": "it", "seed": seed} | compare(*outcomes, variant, ranks=2)
-        for seed, outcomes in enumerate(pairs)
-    ]
-    return summarize(pd.DataFrame(runs))
+def effects_of(*pairs):
+    """The effects of a change, from the outcomes of its baseline and of itself with each seed."""
+    names = {"baseline": "ours", "change": "it"}
+    return summarize(pd.DataFrame([names | compare(*pair, BASELINE, ranks=2) for pair in pairs]))
 
 
 def test_the_effect_of_a_variant_is_its_mean_difference_from_the_baseline_over_seeds():
-    ours = [outcome([0.7, 0.5, 0.4], [1, 1, 0, 0]), outcome([0.7, 0.6, 0.5], [1, 0, 0, 0])]
-    theirs = [outcome([0.7, 0.5], [1, 1, 1, 0], (3.0, 4.5)), outcome([0.7, 0.9], [0, 1, 1, 1], (3.0, 6.5))]
-    (effect,) = effect_of(zip(ours, theirs, strict=True)).to_dict("records")
-    assert effect["first_differing_step"] == 2
-    assert effect["max_loss_difference"] == pytest.approx(0.3)
-    assert effect["mean_loss_difference"] == pytest.approx(0.3 / 4)
-    assert (effect["baseline_accuracy"], effect["accuracy"]) == (0.375, 0.75)
-    assert effect["accuracy_difference"] == pytest.approx((0.25 + 0.5) / 2)
-    assert effect["low"] < 0.375 < effect["high"]
-    assert effect["changed_rows"] == (1 + 4) / 2
-    assert effect["final_weight_difference"] == 0.5, "the largest, relative to the baseline"
+    first = outcome([0.7, 0.5, 0.4], [1, 1, 0, 0]), outcome([0.7, 0.5], [1, 1, 1, 0], (3.0, 4.5))
+    second = outcome([0.7, 0.6, 0.5], [1, 0, 0, 0]), outcome([0.7, 0.9], [0, 1, 1, 1], (3.0, 6.5))
+    (effect,) = effects_of(first, second).to_dict("records")
+    assert effect["low"] < (0.25 + 0.5) / 2 < effect["high"]
+    expected = {"first_differing_step": 2, "max_loss_difference": 0.3, "mean_loss_difference": 0.3 / 4}
+    expected |= {"baseline_accuracy": 0.375, "accuracy": 0.75, "accuracy_difference": 0.375, "changed_rows": 2.5}
+    expected |= {"final_weight_difference": 0.5}  # the largest, relative to the baseline
+    assert {name: effect[name] for name in expected} == pytest.approx(expected)
 
 
-def test_correct_repeated_rows_are_counted_twice_but_divided_by_the_number_of_rows():
-    ours = outcome([0.7], [1, 1, 1, 1, 1, 1, 1, 1, 1])
-    effect = compare(ours, ours, Variant(counted="padded shards"), ranks=2)
-    assert (effect["counted_rows"], effect["accuracy"]) == (16, 16 / 9), "more correct predictions than rows"
-    ours = outcome([0.7], [1, 0, 1, 1, 1])
-    effect = compare(ours, ours, Variant(counted="rank 0 only"), ranks=2)
-    assert (effect["counted_rows"], effect["accuracy"]) == (3, 3 / 5)
+@pytest.mark.parametrize(
+    ("counted", "correct", "rows", "accuracy"),
+    [
+        ("padded shards", [1] * 9, 16, 16 / 9),  # more correct predictions than rows
+        ("rank 0 only", [1, 0, 1, 1, 1], 3, 3 / 5),
+    ],
+)
+def test_correct_rows_count_as_the_variant_does_but_are_divided_by_the_number_of_rows(counted, correct, rows, accuracy):
+    ours = outcome([0.7], correct)
+    effect = compare(ours, ours, Variant(counted=counted), ranks=2)
+    assert (effect["counted_rows"], effect["accuracy"]) == (rows, accuracy)
 
 
 def test_what_is_unknown_is_blank_in_the_table_and_null_in_the_file():
-    effects = effect_of([(outcome([0.7, 0.6], [1, 0]), outcome([0.7, float("nan")], [0, 0]))])
+    effects = effects_of((outcome([0.7, 0.6], [1, 0]), outcome([0.7, float("nan")], [0, 0])))
     (line,) = [line for line in as_markdown(effects).splitlines() if line.startswith("| it ")]
     assert [cell.strip() for cell in line.split("|")[2:5]] == ["2", "–", "–"]
     assert "Baseline: ours, with a test accuracy of 50.00%." in as_markdown(effects)
-    assert records(effects)[0]["max_loss_difference"] is None
-    assert records(effects)[0]["low"] is None
+    (record,) = records(effects)
+    assert (record["max_loss_difference"], record["low"]) == (None, None)
 
 
 @pytest.fixture
 def small(world, review_csv, tmp_path):
     """Settings of 2 ranks, and the data with the plan of 3 steps in each of 3 epochs, without dropout."""
-    settings = Settings(
-        csv=str(review_csv(60)),
-        train_batch_size=16,
-        max_length=16,
-        num_train_epochs=3,
-        learning_rate=1e-3,
-        threads=1,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    settings = variant_settings(settings, BASELINE, 2)
+    flags = {"csv": str(review_csv(60)), "cache_dir": str(tmp_path / "cache"), "threads": 1, "max_length": 16}
+    flags |= {"train_batch_size": 16, "num_train_epochs": 3, "learning_rate": 1e-3}
+    settings = variant_settings(Settings(**flags), BASELINE, 2)
     data = build_data(settings, world)
     assert (data.plan.steps_per_epoch, data.plan.epochs) == (3, 3)
     return settings, data
 
 
-def rows_of(small, rows):
+@pytest.fixture
+def rows_of(small):
+    """A function that returns the rows of each step: `rows_of("divided")`."""
     settings, data = small
-    return rows_of_steps(settings, Variant(rows=rows), data)
+    return lambda rows: rows_of_steps(settings, Variant(rows=rows), data)
 
 
-def test_forgetting_set_epoch_repeats_the_order_of_the_first_epoch(small):
-    ours, theirs = (rows_of(small, rows) for rows in ("divided", "same order in each epoch"))
+def test_forgetting_set_epoch_repeats_the_order_of_the_first_epoch(rows_of):
+    ours, theirs = rows_of("divided"), rows_of("same order in each epoch")
     assert np.array_equal(theirs, np.tile(ours[:3], (3, 1)))
     assert not np.array_equal(ours[3:6], ours[:3])
 
 
-def test_without_a_sampler_each_rank_trains_on_all_rows_and_an_epoch_takes_twice_the_steps(small):
-    train = small[1].split.train
-    rows = rows_of(small, "same on each rank")
+def test_without_a_sampler_each_rank_trains_on_all_rows_and_an_epoch_takes_twice_the_steps(small, rows_of):
+    train, rows = small[1].split.train, rows_of("same on each rank")
     assert np.array_equal(rows[:, :8], rows[:, 8:])
     assert len(rows) == 3 * (len(train) // 8) == 3 * 6
     for epoch in np.split(rows[:, :8].ravel(), 3):
@@ -139,9 +132,8 @@ def test_without_a_sampler_each_rank_trains_on_all_rows_and_an_epoch_takes_twice
         assert set(epoch) <= set(train)
 
 
-def test_the_ranks_own_splits_train_on_rows_that_rank_0_tests(small):
-    test = small[1].split.test
-    ours, theirs = (rows_of(small, rows) for rows in ("divided", "own split of each rank"))
+def test_the_ranks_own_splits_train_on_rows_that_rank_0_tests(small, rows_of):
+    test, ours, theirs = small[1].split.test, rows_of("divided"), rows_of("own split of each rank")
     assert not np.isin(test, ours).any()
     assert np.array_equal(ours[:, :8], theirs[:, :8]), "rank 0 has the baseline's split"
     assert np.isin(test, theirs[:, 8:]).any(), "rank 1 trains on test rows of rank 0"

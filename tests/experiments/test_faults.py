@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -60,24 +61,18 @@ def test_a_rank_is_killed_at_its_moment_unless_that_has_passed(tmp_path):
 def test_a_job_with_other_results_ends_the_program(review_csv, tmp_path, monkeypatch, capsys, changes, differs):
     csv = review_csv()
 
-    def build_job(path_name, ranks, settings, **more):
+    def build_job(path_name, ranks, settings, *, log, max_restarts):
         edit_step(write_run(Path(settings.output_dir), csv, path=path_name), 3, **changes)
-        more["log"].write_text("")
-        return TorchrunJob(WAIT, stdout=more["log"])
+        log.touch()
+        return TorchrunJob(WAIT, stdout=log)
 
-    def train_cell(cell, settings, folder, rng):
-        write_run(folder / cell.folder_name, csv)
-
-    monkeypatch.setattr(faults, "train_cell", train_cell)
+    monkeypatch.setattr(faults, "train_cell", lambda cell, _, folder, **__: write_run(folder / cell.folder_name, csv))
     monkeypatch.setattr(faults, "build_job", build_job)
     monkeypatch.setattr(faults, "draw_moment", lambda *_: ("now", lambda: True, 0.0))
     monkeypatch.setattr(TorchrunJob, "find_rank", lambda job, *_: psutil.Process(job.torchrun.pid))
     monkeypatch.setattr(faults, "wait_for_success", lambda job: job.torchrun.wait(10))
-    arguments = {"folder": tmp_path, "rng": random.Random(0)}
-    if differs:
-        problem = "^1-trainer_run-.* is not bitwise identical: python -m app.compare "
-        with pytest.raises(RunError, match=problem):
-            inject_faults(Settings(csv=str(csv)), 2, 1, **arguments)
-    else:
-        inject_faults(Settings(csv=str(csv)), 2, 1, **arguments)
-        assert capsys.readouterr().out.splitlines()[-1].startswith("1 kills in 1 jobs: all 1 are bitwise identical")
+    problem = pytest.raises(RunError, match=r"^1-trainer_run-.* is not bitwise identical: python -m app\.compare ")
+    with problem if differs else nullcontext():
+        inject_faults(Settings(csv=str(csv)), 2, 1, folder=tmp_path, rng=random.Random(0))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("1 kills in 1 jobs: all 1 are bitwise identical") != differs
