@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 import pytest
-from record.run_records import add_steps
+from record.run_records import SCORES, add_steps, resume_at
 
-from app.checkpoint.resume import Resume
 from app.common.errors import RunError, UserError
 from app.record.run_record import RunRecord
-from app.runs.schema import RUN_STATE, SCHEDULE
+from app.runs.schema import SCHEDULE
 
-SCORES = {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7}
 BEST = {"validation_size": 0.2, "load_best_model_at_end": True}
 
 
@@ -20,39 +18,30 @@ def folders(record: RunRecord) -> list[str]:
     return sorted(path.name for path in record.checkpoints.folder.glob("best-*"))
 
 
-def evaluate(record: RunRecord, step: int, accuracy: float) -> None:
-    record.after_evaluation(step, "validation", SCORES | {"accuracy": accuracy})
+def evaluate(record: RunRecord, step: int, value: float, metric: str = "accuracy") -> None:
+    record.after_evaluation(step, "validation", SCORES | {metric: value})
 
 
 @pytest.mark.parametrize(
     ("values", "metric", "best"),
     [
-        ([0.5], "accuracy", 1),
-        ([0.5, 0.6, 0.6], "accuracy", 2),
-        ([0.5, 0.4], "f1", 1),
-        ([0.5, 0.4, 0.4, 0.6], "loss", 2),
+        ([0.5, 0.6, 0.6], "accuracy", "best-2"),
+        ([0.5, 0.4], "f1", "best-1"),
+        ([0.5, 0.4, 0.4, 0.6], "loss", "best-2"),
         ([], "loss", None),
     ],
 )
 def test_only_a_strictly_better_value_is_an_improvement(started, values, metric, best):
     record = started(**BEST, metric_for_best_model=metric)
     for step, value in enumerate(values, start=1):
-        record.after_evaluation(step, "validation", SCORES | {metric: value})
+        evaluate(record, step, value, metric)
     folder = record.checkpoints.folder
-    assert record.best.best() == (folder / f"best-{best}" if best else None)
+    assert record.best.best() == (folder / best if best else None)
     assert record.best.best(up_to=1) == (folder / "best-1" if best else None)
 
 
-def test_without_checkpoints_only_the_best_weights_so_far_are_kept(started):
-    record = started(**BEST | {"save_strategy": "no"})
-    for step, accuracy in enumerate([0.5, 0.6, 0.6, 0.7, 0.65, 0.8], start=1):
-        evaluate(record, step, accuracy)
-        assert folders(record) == [record.best.best().name]
-    assert folders(record) == ["best-6"]
-
-
 def test_best_weights_that_a_checkpoint_needs_are_kept_with_it(started):
-    record = started(**BEST | {"save_total_limit": 1})
+    record = started(**BEST, save_total_limit=1)
     evaluate(record, 1, 0.5)
     add_steps(record, *range(1, 6))
     record.save_checkpoint(5)
@@ -70,38 +59,26 @@ def test_weights_that_could_not_be_saved_are_not_the_best(started, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(record.checkpoints, "save", lambda *_: False)  # the disk is full
         evaluate(record, 2, 0.6)
-    assert record.best.best().name == "best-1"
     record.best.load(record.state)
     assert [folder.name for folder in record.state.loaded] == ["best-1"]
     add_steps(record, *range(1, 6))
     record.save_checkpoint(5)
     record.unlock()
-    checkpoint = record.checkpoints.folder / "checkpoint-5"
-    resumed = started(Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text())), **BEST)
-    assert resumed.best.best().name == "best-1", "as before it was interrupted"
-
-
-def test_damaged_weights_are_not_loaded(started):
-    record = started(**BEST)
-    evaluate(record, 1, 0.5)
-    (record.checkpoints.folder / "best-1" / SCHEDULE).write_text("[]")
-    with pytest.raises(RunError, match=r"best-1: the best weights are damaged: .* has changed"):
-        record.best.load(record.state)
+    assert started(resume_at(record, 5), **BEST).best.best().name == "best-1", "as before it was interrupted"
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_run_that_starts_from_another_one_takes_over_its_best_weights(started, tmp_path, is_damaged):
-    record = started(**BEST)
+    record, place = started(**BEST), tmp_path / "other"
     add_steps(record, *range(1, 6))
     evaluate(record, 4, 0.5)
     record.save_checkpoint(5)
-    checkpoint = record.checkpoints.folder / "checkpoint-5"
+    resume = replace(resume_at(record, 5), folder=None)
     if is_damaged:
-        (record.checkpoints.folder / "best-4" / SCHEDULE).unlink()
-    resume = Resume(None, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
-    place = tmp_path / "other"
-    if is_damaged:
-        with pytest.raises(UserError, match=r"best-4, the best weights before it: schedule.json is missing"):
+        (record.checkpoints.folder / "best-4" / SCHEDULE).write_text("[]")
+        with pytest.raises(RunError, match=r"best-4: the best weights are damaged: .* has changed"):
+            record.best.load(record.state)
+        with pytest.raises(UserError, match=r"best-4, the best weights before it: schedule.json has changed"):
             started(resume, **BEST, output_dir=str(place))
         assert not list(place.rglob("*.json"))
         return

@@ -9,23 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from record.run_records import add_steps, begin, evaluations_on_disk, finish, steps_on_disk
+from record.run_records import BATCH, SCORES, add_steps, begin, files_up_to, finish, resume_at, steps_on_disk
 
 from app.checkpoint.resume import Resume
 from app.common.errors import Preempted, RunError, UserError
 from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
 from app.record import run_record as record_module
-from app.record import steps as steps_module
 from app.record.run_record import RunRecord
 from app.runs.folder import lock
-from app.runs.schema import LATEST, RUN_STATE, RUNS, SETTINGS
+from app.runs.schema import EVALUATIONS, LATEST, RUNS, SETTINGS
 from app.training import prepare
-
-SCORES = {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7}
-METRICS = SCORES | {"n_test": 12, "train_seconds": 1.0, "train_examples_per_second": 9.0, "hash": "f" * 64}
-
-# ---- the console -----------------------------------------------------------------------------------------------------
 
 
 def test_each_logging_interval_prints_one_line_with_the_loss(started, capsys):
@@ -36,19 +30,12 @@ def test_each_logging_interval_prints_one_line_with_the_loss(started, capsys):
             record.save_checkpoint(2)  # writes the steps too
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines] == ["step 3/8", "step 6/8", "step 8/8"]
-    assert lines[0].startswith("step 3/8 (epoch 0.23): loss 0.5000, grad norm 1.25, learning rate 0.001, ")
-
-
-def test_the_speed_in_a_console_line_is_that_of_all_its_steps():
-    line = {"step": 10, "epoch": 0.09, "loss": 0.69314, "grad_norm": 1.2345, "learning_rate": 9.1e-05}
-    lines = [line | {"step": 9, "examples": 100, "seconds": 1.0}, line | {"examples": 140, "seconds": 0.5}]
-    assert steps_module.console_line(lines, 218).endswith(", 160 reviews/s")
 
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------
 
 
-def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(started, files_up_to, capsys):
+def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(started, capsys):
     record = started()
     add_steps(record, 1, 2)
     with files_up_to(0):
@@ -67,26 +54,31 @@ def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(started,
     assert record.checkpoints.latest_valid == record.checkpoints.folder / "checkpoint-6"
 
 
-def test_a_full_disk_ends_the_run_if_that_is_requested(started, files_up_to):
+def test_a_full_disk_ends_the_run_if_that_is_requested(started):
     record = started(on_save_failure="stop")
     with files_up_to(0), pytest.raises(OSError, match="File too large"):
         add_steps(record, 1)
 
 
-def test_a_run_whose_folder_is_gone_ends(started):
+@pytest.mark.parametrize("end", [lambda record: add_steps(record, 2), finish], ids=["step", "finish"])
+def test_a_run_whose_folder_is_gone_ends_and_does_not_create_it_again(started, end):
     record = started(on_save_failure="continue")
+    add_steps(record, 1)
     record.folder.rename(record.folder.with_name("elsewhere"))
     with pytest.raises(FileNotFoundError):
-        add_steps(record, 1)
+        end(record)
+    assert not record.folder.exists()
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 
 
 @pytest.fixture
 def interrupted(started) -> RunRecord:
     """A run with checkpoints after steps 5 and 10 and an evaluation after the first one, killed after step 12."""
-    record = started(eval_strategy="steps", eval_steps=5)
+    record = started(**EVALUATED)
     add_steps(record, *range(1, 6))
     record.save_checkpoint(5)
     record.after_evaluation(5, "test", SCORES)
@@ -97,11 +89,6 @@ def interrupted(started) -> RunRecord:
     return record
 
 
-def resume_at(record: RunRecord, step: int) -> Resume:
-    checkpoint = record.checkpoints.folder / f"checkpoint-{step}"
-    return Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
-
-
 def contents(folder: Path) -> dict[Path, bytes]:
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != SETTINGS.name]
     return {path: path.read_bytes() for path in files}
@@ -110,8 +97,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize("step", [5, 10])
 def test_resuming_removes_nothing_and_the_first_line_cuts_the_log(interrupted, started, step):
     before = contents(interrupted.folder)
-    record = started(resume_at(interrupted, step), eval_strategy="steps", eval_steps=5)
-    assert contents(interrupted.folder) == before
+    record = started(resume_at(interrupted, step), **EVALUATED)
     with pytest.raises(RunError, match=f"step {step + 1}: the gradient norm is nan"):
         add_steps(record, step + 1, grad_norm=float("nan"))
     assert contents(interrupted.folder) == before
@@ -120,89 +106,74 @@ def test_resuming_removes_nothing_and_the_first_line_cuts_the_log(interrupted, s
     assert len(list(record.checkpoints.folder.iterdir())) == 2
 
 
-def test_a_new_folder_gets_the_lines_so_far(interrupted, new_record, started, tmp_path):
-    resume = replace(resume_at(interrupted, 10), folder=None)
+def test_a_new_folder_gets_the_lines_so_far(interrupted, started, tmp_path):
+    resume, place = replace(resume_at(interrupted, 10), folder=None), {"output_dir": str(tmp_path / "new")}
     before = contents(interrupted.folder)
-    record, plan = new_record(resume, output_dir=str(tmp_path / "new"), eval_strategy="steps", eval_steps=5)
-    assert begin(record, plan)
-    assert steps_on_disk(record) == list(range(1, 11))
-    assert evaluations_on_disk(record) == [5]
+    record = started(resume, **place, **EVALUATED)
+    assert (steps_on_disk(record), steps_on_disk(record, EVALUATIONS)) == ([*range(1, 11)], [5])
     record.after_evaluation(10, "test", SCORES)
     add_steps(record, 11)
-    assert steps_on_disk(record) == list(range(1, 12))
-    assert evaluations_on_disk(record) == [5, 10]
+    assert (steps_on_disk(record), steps_on_disk(record, EVALUATIONS)) == ([*range(1, 12)], [5, 10])
     record.unlock()
     # Killed before its first checkpoint, it starts from the other run again.
-    again = replace(resume, folder=record.folder)
-    record = started(again, output_dir=str(tmp_path / "new"), eval_strategy="steps", eval_steps=5)
-    assert steps_on_disk(record) == list(range(1, 12))
+    record = started(replace(resume, folder=record.folder), **place, **EVALUATED)
+    assert steps_on_disk(record) == [*range(1, 12)]
     add_steps(record, 11, 12)
-    assert steps_on_disk(record) == list(range(1, 13))
+    assert steps_on_disk(record) == [*range(1, 13)]
     assert contents(interrupted.folder) == before
 
 
 @pytest.mark.parametrize(
-    ("step", "eval_strategy", "is_missing"),
+    ("step", "strategy", "is_missing"),
     [(10, "steps", True), (10, "no", False), (5, "steps", False), (None, "steps", False)],
 )
-def test_the_evaluation_after_a_checkpoint_is_made_up_for(interrupted, new_record, step, eval_strategy, is_missing):
+def test_the_evaluation_after_a_checkpoint_is_made_up_for(interrupted, started, tmp_path, step, strategy, is_missing):
     resume, place = (resume_at(interrupted, step), "run") if step else (None, "new")
-    place = str(interrupted.folder.with_name(place))
-    record, plan = new_record(resume, eval_strategy=eval_strategy, eval_steps=5, output_dir=place)
-    assert begin(record, plan) is is_missing
+    flags = {"eval_strategy": strategy, "eval_steps": 5, "output_dir": str(tmp_path / place)}
+    assert begin(started(resume, begun=False, **flags)) is is_missing
 
 
-def test_a_run_without_further_steps_ends_with_the_lines_up_to_its_checkpoint(interrupted, started, monkeypatch):
-    record = started(resume_at(interrupted, 10), max_steps=10)
-    monkeypatch.setattr(record_module, "write_results", lambda *_, **__: METRICS)
+def test_a_run_without_further_steps_ends_with_the_lines_up_to_its_checkpoint_and_is_unlocked(
+    interrupted, started, monkeypatch
+):
+    record = started(replace(resume_at(interrupted, 10), lock=lock(interrupted.folder)), max_steps=10)
+    metrics = SCORES | {"n_test": 12, "train_seconds": 1.0, "train_examples_per_second": 9.0, "hash": "f" * 64}
+    monkeypatch.setattr(record_module, "write_results", lambda *_, **__: metrics)
+    with pytest.raises(UserError, match="has not ended"):
+        lock(record.folder)
     finish(record)
-    assert steps_on_disk(record) == list(range(1, 11))
+    os.close(lock(record.folder))
+    assert steps_on_disk(record) == [*range(1, 11)]
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def test_latest_points_only_to_a_run_that_auto_can_find(new_record, monkeypatch, tmp_path):
+def test_latest_points_only_to_a_run_that_auto_can_find(started, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     latest = tmp_path / RUNS / "ddp_loop" / LATEST
-    record, plan = new_record(Resume(launchers=["host:1:2.00"]), output_dir=None)
+    record = started(Resume(launchers=["host:1:2.00"]), begun=False, output_dir=None)
     assert not latest.exists()
-    begin(record, plan)
+    begin(record)
     assert json.loads((latest / SETTINGS.name).read_text())["launchers"] == ["host:1:2.00"]
 
 
-@pytest.mark.parametrize("strategy", ["steps", "no"])
-def test_a_folder_that_another_rank_can_not_see_is_rejected_if_checkpoints_are_written(
-    new_record, monkeypatch, tmp_path, strategy
-):
+def test_a_folder_that_another_rank_can_not_see_is_rejected_if_checkpoints_are_written(started, monkeypatch, tmp_path):
     def seen_by_one(value: object, world: World) -> list[object]:
         return [value, False] if isinstance(value, bool) else all_gather_object(value, world)
 
     monkeypatch.setattr(prepare, "all_gather_object", seen_by_one)
-    if strategy == "no":
-        new_record(save_strategy="no")
-        return
     with pytest.raises(UserError, match=r"--output_dir .*run: rank\(s\) 1 cannot see it"):
-        new_record()
+        started()
     assert not (tmp_path / "run").exists()
+    started(save_strategy="no")
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_a_stop_without_its_checkpoint_is_a_failure(started, monkeypatch, is_saved):
     record = started()
-    monkeypatch.setattr(record.stop, "requested", lambda: True, raising=False)
+    monkeypatch.setattr(record.stop, "requested", lambda: True)
     if not is_saved:
         monkeypatch.setattr(record.checkpoints, "save", lambda *_: False)
-    batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
     with pytest.raises(Preempted if is_saved else RunError, match="after step 1 of 20, on request"):
-        record.after_step(1, torch.tensor([0.5]), torch.tensor(1.0), learning_rate=1e-3, batches=[batch])
-
-
-def test_a_finished_run_unlocks_its_folder(started, monkeypatch):
-    record = started()
-    add_steps(record, 1)
-    monkeypatch.setattr(record_module, "write_results", lambda *_, **__: METRICS)
-    with pytest.raises(UserError, match="has not ended"):
-        lock(record.folder)
-    finish(record)
-    os.close(lock(record.folder))
+        record.after_step(1, torch.tensor([0.5]), torch.tensor(1.0), learning_rate=1e-3, batches=[BATCH])

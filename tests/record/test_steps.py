@@ -6,19 +6,17 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers.worlds import fake_world
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from record.run_records import files_up_to
 
 from app.common.errors import RunError
 from app.record import steps as steps_module
 from app.record.run_record import RunRecord
-from app.record.steps import MAX_SKIPPED, MetricsLog, Step, StepLog, count_tokens, mean, reduce_steps
+from app.record.steps import MAX_SKIPPED, MetricsLog, Step, StepLog, console_line, count_tokens, mean
 from app.runs.schema import STEPS
 
 
@@ -28,49 +26,17 @@ def step(number: int, losses: Sequence[float], grad_norm: float) -> Step:
     return Step(line, torch.tensor(losses), torch.tensor(grad_norm))
 
 
-def reduce_over(ranks: Sequence[Sequence[Step]]) -> list[dict[str, Any]]:
-    """Reduce the steps of several ranks, as each of them would."""
-    parts: list[torch.Tensor] = []
-
-    def gather(by_rank: list[torch.Tensor], part: torch.Tensor, group: None) -> None:
-        parts.append(part)  # the last rank knows those of all
-        for tensor, of_rank in zip(by_rank, parts, strict=False):
-            tensor.copy_(of_rank)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather", gather)
-        return [reduce_steps(steps, fake_world(rank, len(ranks))) for rank, steps in enumerate(ranks)][-1]
+@given(losses=st.lists(st.floats(2**-20, 2**20), min_size=1), rng=st.randoms(use_true_random=False))
+def test_a_mean_loss_does_not_depend_on_the_order_of_the_micro_batches(losses, rng):
+    """Their order differs with the ranks; tests/launched/test_laws.py compares all values of the steps."""
+    expected = math.fsum(losses) / len(losses)  # a sum that is rounded after each addition would depend on the order
+    rng.shuffle(losses)
+    assert mean(losses) == expected
 
 
-@given(
-    losses=st.lists(st.floats(2**-20, 2**20, width=32), min_size=8, max_size=8),
-    ranks=st.sampled_from([1, 2, 4, 8]),
-    order=st.permutations(range(8)),
-)
-def test_the_loss_does_not_depend_on_how_the_micro_batches_are_divided_among_the_ranks(losses, ranks, order):
-    """Each loss is one of a logical rank; a sharded strategy gives the ranks other ones."""
-    shares = [[losses[i] for i in order[rank * 8 // ranks : (rank + 1) * 8 // ranks]] for rank in range(ranks)]
-    first, second = reduce_over([[step(1, share, 2.0), step(2, share, math.inf)] for share in shares])
-    assert first == step(1, [], 2.0).line | {
-        "loss": math.fsum(losses) / 8,  # a sum that is rounded after each addition would depend on the order
-        "grad_norm": 2.0,
-        **{"examples": 4 * ranks, "tokens": 10 * ranks, "padded_tokens": 12 * ranks},
-    }
-    assert second == first | {"step": 2, "grad_norm": math.inf}
-
-
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        ([1.0, math.inf], math.inf),
-        ([-math.inf, 1.0], -math.inf),
-        ([math.inf, -math.inf], math.nan),
-        ([1.0, math.nan], math.nan),
-        ([math.inf, math.nan], math.nan),
-    ],
-)
-def test_a_loss_that_is_not_finite_is_not_hidden(losses, expected):
-    assert str(mean(losses)) == str(expected)
+@pytest.mark.parametrize("losses", [[1.0, math.inf], [-math.inf, 1.0], [math.inf, -math.inf], [math.inf, math.nan]])
+def test_a_loss_that_is_not_finite_is_not_hidden(losses):
+    assert str(mean(losses)) == str(sum(losses) / len(losses))
 
 
 def test_padding_does_not_count_as_tokens_if_there_is_a_mask():
@@ -79,13 +45,19 @@ def test_padding_does_not_count_as_tokens_if_there_is_a_mask():
     assert counts == {"examples": 4, "tokens": 9, "padded_tokens": 12}
 
 
+def test_the_speed_in_a_console_line_is_that_of_all_its_steps():
+    lines = [step(number, [], 1.0).line | {"loss": 0.5, "grad_norm": 1.0} for number in (1, 2)]
+    assert console_line([lines[0] | {"seconds": 0.75}, lines[1]], 9).endswith(", 8 reviews/s")
+
+
 # ---- steps that are not finite ---------------------------------------------------------------------------------------
 
 
-def write(record: RunRecord, *steps: tuple[float, float], first: int = 1) -> None:
-    """Write steps with these losses and gradient norms."""
+def write(record: RunRecord, *steps: tuple[float, float]) -> None:
+    """Write the next steps, with these losses and gradient norms."""
+    first = record.steps.last_step + 1
     record.steps.pending = [step(number, [loss], norm) for number, (loss, norm) in enumerate(steps, start=first)]
-    record.steps.last_step = first + len(steps) - 1
+    record.steps.last_step += len(steps)
     record.write_steps()
 
 
@@ -111,11 +83,11 @@ def test_a_step_that_is_not_finite_is_reported_and_the_steps_before_it_are_writt
 
 def test_a_step_that_overflowed_in_fp16_is_counted_and_training_continues(started, capsys):
     record = started(precision="fp16", logging_steps=2)
-    for number, norm in enumerate([math.inf, 1.5, math.nan, math.inf], start=1):
-        write(record, (0.5, norm), first=number)
+    for norm in (math.inf, 1.5, math.nan, math.inf):
+        write(record, (0.5, norm))
     assert norms_on_disk(record) == [None, 1.5, None, None]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert ["overflow (step skipped)" in line for line in lines] == [False, True]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert ["overflow (step skipped)" in line for line in printed] == [False, True]
     lines = (record.folder / STEPS.name).read_text().splitlines()
     assert StepLog(record.run, lines).skipped_in_a_row == record.steps.skipped_in_a_row == 2, "a resumed run counts on"
 
@@ -125,12 +97,11 @@ def test_too_many_overflows_in_a_row_have_another_cause(started, at_once):
     record = started(precision="fp16")
     write(record, *[(0.5, math.inf)] * 10, (0.5, 1.0))  # the last one ends the row
     overflows = [(0.5, math.inf)] * (MAX_SKIPPED + 1)
-    *intervals, last = range(0, len(overflows), at_once)
-    for start in intervals:
-        write(record, *overflows[start : start + at_once], first=12 + start)
-    message = f"step {12 + MAX_SKIPPED}: .* overflowed in fp16 in {MAX_SKIPPED + 1} steps"
-    with pytest.raises(RunError, match=message):
-        write(record, *overflows[last:], first=12 + last)
+    *intervals, last = (overflows[start : start + at_once] for start in range(0, len(overflows), at_once))
+    for steps in intervals:
+        write(record, *steps)
+    with pytest.raises(RunError, match=f"step {12 + MAX_SKIPPED}: .* overflowed in fp16 in {MAX_SKIPPED + 1} steps"):
+        write(record, *last)
     assert norms_on_disk(record) == [*[None] * 10, 1.0, *[None] * MAX_SKIPPED]
 
 
@@ -142,10 +113,9 @@ def test_too_many_overflows_in_a_row_have_another_cause(started, at_once):
         ([1.0, 0.5], "bf16", "the gradient norm is inf; the"),
     ],
 )
-def test_the_error_names_ranks_rows_and_a_hook_that_overflows(new_record, monkeypatch, losses, hook, message):
+def test_the_error_names_ranks_rows_and_a_hook_that_overflows(started, monkeypatch, losses, hook, message):
     monkeypatch.setattr(steps_module, "all_gather_object", lambda mine, world: [(True, "1, 2"), mine])
-    record, _ = new_record(ddp_comm_hook=hook)
-    error = StepLog(record.run, []).nonfinite_error(step(4, losses, math.inf))
+    error = started(ddp_comm_hook=hook).steps.nonfinite_error(step(4, losses, math.inf))
     assert str(error).startswith(f"step 4: {message}")
 
 
@@ -159,9 +129,7 @@ def test_the_error_names_ranks_rows_and_a_hook_that_overflows(new_record, monkey
     n_kept=st.integers(0, 3),
     stale=st.booleans(),
 )
-def test_no_line_is_missing_or_repeated_once_there_is_room_on_a_full_disk(
-    tmp_path, files_up_to, lines, rooms, n_kept, stale
-):
+def test_no_line_is_missing_or_repeated_once_there_is_room_on_a_full_disk(tmp_path, lines, rooms, n_kept, stale):
     kept, lines = lines[:n_kept], lines[n_kept:]
     path, before = tmp_path / "steps.jsonl", "".join(kept) + "stale\n" * stale
     path.write_text(before)
