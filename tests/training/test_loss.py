@@ -16,8 +16,6 @@ from app.data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from app.settings import Settings
 from app.training.loss import WeightedLoss, build_loss, class_weights
 
-CLASSES = ["a", "b", "c"]
-
 
 def plan_of(logical_ranks: int, accumulation: int, micro_size: int, rows: int) -> BatchPlan:
     size = logical_ranks * accumulation * micro_size
@@ -69,28 +67,22 @@ def test_logits_of_16_bits_have_a_loss_of_32_bits():
     assert found.item() == pytest.approx(np.log(3), rel=1e-6)
 
 
-def test_weights_are_balanced_or_given():
-    labels = np.array([0, 1, 1, 2, 2, 2])
-    assert class_weights("balanced", labels, CLASSES) == pytest.approx([6 / 3 / 1, 6 / 3 / 2, 6 / 3 / 3])
-    assert class_weights("1,2.5,0.1", labels, CLASSES).tolist() == [1, 2.5, 0.1]
-    assert class_weights(None, labels, CLASSES).tolist() == [1, 1, 1]
-
-
-def test_balanced_weights_count_training_rows_only():
-    table = SimpleNamespace(labels=np.array([0, 0, 1, 1, 1, 1]), class_names=("a", "b"))
-    data: Any = SimpleNamespace(table=table, split=SimpleNamespace(train=np.arange(3)), train_sampler=lambda *_: None)
-    loss = build_loss(Settings(class_weights="balanced"), data)
-    assert isinstance(loss, WeightedLoss)
-    assert loss.weights.tolist() == [3 / 4, 3 / 2]
-
-
 @pytest.mark.parametrize(
-    ("requested", "labels", "message"),
+    ("flags", "expected"),
     [
-        ("1,2", [0, 1, 2], "--class_weights 1,2: 2 given, for 3 classes: give one for each of a, b, c"),
-        ("balanced", [0, 2], "--class_weights balanced: a class has no training rows: give the weights"),
+        ({"class_weights": "balanced"}, [3 / 4, 3 / 2]),
+        ({"class_weights": "1,2.5"}, [1, 2.5]),
+        ({"label_smoothing_factor": 0.1}, [1, 1]),
     ],
 )
-def test_weights_that_do_not_fit_the_classes_are_rejected(requested, labels, message):
-    with pytest.raises(UserError, match=message):
-        class_weights(requested, np.array(labels), CLASSES)
+def test_weights_are_balanced_over_training_rows_or_given(flags, expected):
+    table = SimpleNamespace(labels=np.array([0, 0, 1, 1, 1, 1]), class_names=("a", "b"))
+    data: Any = SimpleNamespace(table=table, split=SimpleNamespace(train=np.arange(3)), train_sampler=lambda *_: None)
+    loss = build_loss(Settings(**flags), data)
+    assert isinstance(loss, WeightedLoss)
+    assert loss.weights.tolist() == expected
+
+
+def test_weights_of_a_class_without_training_rows_cannot_be_balanced():
+    with pytest.raises(UserError, match="--class_weights balanced: a class has no training rows: give the weights"):
+        class_weights("balanced", np.array([0, 2]), ["a", "b", "c"])
