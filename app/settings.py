@@ -69,6 +69,8 @@ class Settings(
             yield "--max_steps 0: must be 1 or more, or -1 (not set)"
         if self.max_length % self.pad_to_multiple_of:
             yield f"--pad_to_multiple_of {self.pad_to_multiple_of}: must divide --max_length {self.max_length}"
+        if self.label_column == self.text_column:
+            yield f"--label_column {self.label_column}: must be another column than --text_column"
         if self.tf32 and self.use_cpu:
             yield "--tf32 needs GPUs: remove it, or --use_cpu"
         if self.cpu_offload and self.strategy != "zero3":

@@ -80,7 +80,8 @@ class CheckpointManager:
         hashes: dict[str, str] = {}
 
         def create() -> None:
-            shutil.rmtree(staging, ignore_errors=True)  # left by a run that was killed while it was writing
+            for left in self.folder.glob(".*"):  # by a run that was killed while it was writing or removing
+                shutil.rmtree(left, ignore_errors=True)
             self.folder.mkdir(exist_ok=True)  # not its parents: don't recreate a run folder that was removed
             staging.mkdir()
 

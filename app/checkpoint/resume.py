@@ -96,7 +96,8 @@ class Resume:
             return []
         path = self.checkpoint.parent.parent / log
         try:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+            # Lines keep their ends, which an editor may have changed: the log goes on after their last byte.
+            lines = path.read_bytes().decode().splitlines(keepends=True) if path.exists() else []
             complete = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one
             kept = [line for line in complete if json.loads(line)["step"] <= self.step]
         except (OSError, ValueError, KeyError, TypeError) as problem:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from sklearn.model_selection import train_test_split
 
-from ..common.errors import UserError
+from ..common.errors import UserError, list_names
 from .reviews import CLEANING_RULES, Indices, ReviewTable
 
 CHUNK = 10_000  # reviews that are hashed at once
@@ -92,6 +92,8 @@ def _hold_out(table: ReviewTable, rows: Indices, share: float, *, flag: str, see
     """Return the remaining and the held-out rows, each sorted."""
     try:
         kept, held_out = train_test_split(rows, test_size=share, stratify=table.labels[rows], random_state=seed)
-    except ValueError as problem:  # it names the class or the part with too few rows
-        raise UserError(f"--{flag} {share} of the {len(rows)} rows of {table.path}: {problem}") from None
+    except ValueError as problem:  # it names the part with too few rows, but the classes by our ids
+        rare = [table.class_names[i] for i in np.flatnonzero(np.bincount(table.labels[rows]) == 1)]
+        why = f"only one row has the class {list_names(rare)}" if rare else problem
+        raise UserError(f"--{flag} {share} of the {len(rows)} rows of {table.path}: {why}") from None
     return np.sort(kept), np.sort(held_out)

@@ -32,21 +32,23 @@ class BestWeights:
         best = min(saved, key=lambda line: sign * line[self.metric], default=None)
         return self.checkpoints.folder / f"{BEST_PREFIX}{best['step']}" if best and self.enabled else None
 
-    def take_over(self, checkpoint: Path | None) -> None:
-        """Check the best weights before a checkpoint, if any, and copy those of another run. Call it on rank 0.
+    def check(self, checkpoint: Path) -> None:
+        """Check the best weights before a checkpoint, if any.
 
         Raises:
             UserError: they are damaged.
-            OSError: they cannot be copied.
         """
-        if checkpoint is None or (folder := self.best()) is None:
-            return
-        source = checkpoint.parent / folder.name
-        if (problem := problem_of(source)) is not None:
-            raise UserError(f"cannot resume from {checkpoint}: {source}, the best weights before it: {problem}")
-        if not folder.exists():
+        if (folder := self.best()) is not None:
+            source = checkpoint.with_name(folder.name)
+            if (problem := problem_of(source)) is not None:
+                raise UserError(f"cannot resume from {checkpoint}: {source}, the best weights before it: {problem}")
+
+    def take_over(self, checkpoint: Path) -> None:
+        """Copy the best weights before a checkpoint of another run. Call it on rank 0."""
+        folder = self.best()
+        if folder is not None and not folder.exists():
             staging = folder.with_name(f".{folder.name}.tmp")
-            shutil.copytree(source, staging, dirs_exist_ok=True)
+            shutil.copytree(checkpoint.with_name(folder.name), staging, dirs_exist_ok=True)
             commit(staging, folder)
 
     def add(self, evaluation: dict[str, Any], state: TrainingState) -> None:

@@ -8,7 +8,6 @@ their lines, so a checkpoint holds the training state and its step alone.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -48,7 +47,7 @@ class RunRecord:
 
     def __init__(self, run: Preparation) -> None:
         self.run, self.folder, self.resume, self.plan = run, run.folder, run.resume, run.data.plan
-        self.settings, self.world, self.lock = run.settings, run.world, run.lock
+        self.settings, self.world = run.settings, run.world
         self.vocabulary = trimmed_vocabulary(run.model)
         self.checkpoints = CheckpointManager(
             run.folder / CHECKPOINTS, run.settings.save_total_limit, run.settings.on_save_failure, world=run.world
@@ -89,8 +88,11 @@ class RunRecord:
         with raise_on_all_ranks(self.world):
             if self.world.is_main_process:
                 try:
-                    self.best.take_over(self.resume.checkpoint)
+                    if (checkpoint := self.resume.checkpoint) is not None:
+                        self.best.check(checkpoint)
                     write_description(self.run, wrapper_name(wrapped))
+                    if checkpoint is not None:  # last: if it is interrupted, the folder is known to be this run's
+                        self.best.take_over(checkpoint)
                 except OSError as problem:
                     raise UserError(f"{self.folder}: cannot be written: {problem.strerror or problem}") from None
         self.bar = tqdm(
@@ -123,14 +125,7 @@ class RunRecord:
         state = complete_state(run.model, state)
         metrics = write_results(run, state, logits=logits, scores=scores, peak_memory=peak_memory)
         self.trackers.log(METRICS.name, [metrics | {"step": self.plan.total_steps}])
-        self.unlock()
         self.world.print_main(describe_result(run, metrics))
-
-    def unlock(self) -> None:
-        """Let other jobs use the folder."""
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
 
     @contextmanager
     def locate_failures(self) -> Iterator[None]:

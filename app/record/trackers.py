@@ -18,7 +18,6 @@ from ..runs.schema import EVALUATIONS, LOCK, METRICS, STEPS, TRACKERS
 from ..training.prepare import Preparation
 from .run_folder import settings_content
 
-TENSORBOARD_LOGGING_DIR = "TENSORBOARD_LOGGING_DIR"
 PREFIXES = {STEPS.name: "train", EVALUATIONS.name: "eval", METRICS.name: "final"}
 LOG_TEXT = ("tensorboard", "wandb", "trackio")  # the others log numbers only
 # Otherwise they redirect the output of the whole process.
@@ -89,7 +88,7 @@ def build(name: str, run: Preparation) -> Any:
     created = (run.folder / LOCK).stat().st_mtime_ns
     run_id = hashlib.sha256(f"{run.folder.resolve()} {created}".encode()).hexdigest()[:21]
     if name == "tensorboard":  # it shows each folder as a run
-        base = os.environ.get(TENSORBOARD_LOGGING_DIR)
+        base = os.environ.get("TENSORBOARD_LOGGING_DIR")
         return tracker(run_id, Path(base) / project) if base else tracker(name, run.folder / TRACKERS)
     if name == "mlflow":
         return tracker(project, run_name=run_name)

@@ -22,6 +22,7 @@ from app.checkpoint.manager import RUN_STATE_VERSION
 from app.checkpoint.resume import Resume, changes_since, check_compatible, find_checkpoint, find_resume, find_run
 from app.common.errors import AlreadyFinished, UserError
 from app.common.machine import device_name
+from app.record.steps import MetricsLog
 from app.runs.folder import lock
 from app.runs.hashes import hash_files
 from app.runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, RUN_STATE, SCHEDULE, SETTINGS, STEPS
@@ -89,6 +90,13 @@ def test_a_damaged_log_is_named(folder, log, old, new, message):
     (folder / STEPS.name).unlink()
     with pytest.raises(UserError, match=r"steps\.jsonl: lacks steps"):
         check(resume(folder))
+
+
+def test_a_log_whose_line_ends_an_editor_has_changed_goes_on_after_its_last_line(folder):
+    path, kept = folder / STEPS.name, resume(folder).lines_of(STEPS.name)
+    path.write_bytes("".join(kept).replace("\n", "\r\n").encode())
+    MetricsLog(path, resume(folder).lines_of(STEPS.name)).append(['"new"\n'])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [*map(json.loads, kept), "new"]
 
 
 # ---- what must be equal ----------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_the_fingerprint_covers_everything_that_determines_the_split():
 @pytest.mark.parametrize(
     ("labels", "sizes", "message"),
     [
-        ([0] * 50 + [1], {}, r"--test_size 0\.2 of the 51 rows of t\.csv: The least populated class"),
+        ([0] * 50 + [1], {}, r"--test_size 0\.2 of the 51 rows of t\.csv: only one row has the class '1'$"),
         (LABELS, {"test_size": 0.001}, r"--test_size 0\.001"),
         (LABELS, {"validation_size": 0.001}, r"--validation_size 0\.001"),
     ],

@@ -55,6 +55,7 @@ OF_TRAINING = {
     "--csv=reviews.xlsx": "reviews.xlsx",
     "--text_column=text": "text",
     "--label_column=class": "class",
+    "--label_column=review": "--label_column review",
     "--test_file=other_classes.csv": "other_classes.csv",
     # models
     "--model=no_such_folder/model": "no_such_folder/model",

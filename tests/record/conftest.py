@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +23,8 @@ SMALL = {"train_batch_size": 4, "max_steps": 20, "save_strategy": "steps", "save
 
 
 @pytest.fixture
-def started(world, tmp_path, review_csv) -> Iterator[Callable[..., RunRecord]]:
+def started(world, tmp_path, review_csv) -> Callable[..., RunRecord]:
     """Open a run with these settings, which has neither tokens nor a model, and begin it unless `begun` is False."""
-    records = []
 
     def start(resume: Resume | None = None, begun: bool = True, **changes: Any) -> RunRecord:
         places = {"csv": str(review_csv()), "output_dir": str(tmp_path / "run")}
@@ -40,11 +39,8 @@ def started(world, tmp_path, review_csv) -> Iterator[Callable[..., RunRecord]]:
         identity = dict.fromkeys(("model_commit", "model_config", "model_code_sha256", "tokens_sha256"))
         run = Preparation(path_name="ddp_loop", devices=["cpu"], identity=identity, **parts)
         record = RunRecord(run)
-        records.append(record)
         if begun:
             begin(record)
         return record
 
-    yield start
-    for record in records:
-        record.unlock()
+    return start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from record.run_records import SCORES, add_steps, resume_at
 
 from app.common.errors import RunError, UserError
 from app.record.run_record import RunRecord
-from app.runs.schema import SCHEDULE
+from app.runs.schema import SCHEDULE, SETTINGS
 
 BEST = {"validation_size": 0.2, "load_best_model_at_end": True}
 
@@ -63,12 +65,12 @@ def test_weights_that_could_not_be_saved_are_not_the_best(started, monkeypatch):
     assert [folder.name for folder in record.state.loaded] == ["best-1"]
     add_steps(record, *range(1, 6))
     record.save_checkpoint(5)
-    record.unlock()
+    os.close(record.run.lock)
     assert started(resume_at(record, 5), **BEST).best.best().name == "best-1", "as before it was interrupted"
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_run_that_starts_from_another_one_takes_over_its_best_weights(started, tmp_path, is_damaged):
+def test_a_run_that_starts_from_another_one_takes_over_its_best_weights(started, tmp_path, monkeypatch, is_damaged):
     record, place = started(**BEST), tmp_path / "other"
     add_steps(record, *range(1, 6))
     evaluate(record, 4, 0.5)
@@ -82,7 +84,12 @@ def test_a_run_that_starts_from_another_one_takes_over_its_best_weights(started,
             started(resume, **BEST, output_dir=str(place))
         assert not list(place.rglob("*.json"))
         return
-    other = started(resume, **BEST, output_dir=str(place))
+    with monkeypatch.context() as patch:
+        patch.delattr(shutil, "copytree")
+        with pytest.raises(AttributeError):
+            started(resume, **BEST, output_dir=str(place))
+    assert (place / SETTINGS.name).exists(), "a job that is killed now, and restarted, recognizes its folder"
+    other = started(resume, **BEST, output_dir=str(tmp_path / "another"))
     assert folders(other) == ["best-4"]
     other.best.load(other.state)
     assert other.state.loaded == [other.checkpoints.folder / "best-4"]

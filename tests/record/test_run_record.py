@@ -17,7 +17,6 @@ from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
 from app.record import run_record as record_module
 from app.record.run_record import RunRecord
-from app.runs.folder import lock
 from app.runs.schema import EVALUATIONS, LATEST, RUNS, SETTINGS
 from app.training import prepare
 
@@ -85,7 +84,7 @@ def interrupted(started) -> RunRecord:
     add_steps(record, *range(6, 11))
     record.save_checkpoint(10)
     add_steps(record, 11, 12)
-    record.unlock()
+    os.close(record.run.lock)
     return record
 
 
@@ -114,7 +113,7 @@ def test_a_new_folder_gets_the_lines_so_far(interrupted, started, tmp_path):
     record.after_evaluation(10, "test", SCORES)
     add_steps(record, 11)
     assert (steps_on_disk(record), steps_on_disk(record, EVALUATIONS)) == ([*range(1, 12)], [5, 10])
-    record.unlock()
+    os.close(record.run.lock)
     # Killed before its first checkpoint, it starts from the other run again.
     record = started(replace(resume, folder=record.folder), **place, **EVALUATED)
     assert steps_on_disk(record) == [*range(1, 12)]
@@ -133,16 +132,11 @@ def test_the_evaluation_after_a_checkpoint_is_made_up_for(interrupted, started, 
     assert begin(started(resume, begun=False, **flags)) is is_missing
 
 
-def test_a_run_without_further_steps_ends_with_the_lines_up_to_its_checkpoint_and_is_unlocked(
-    interrupted, started, monkeypatch
-):
-    record = started(replace(resume_at(interrupted, 10), lock=lock(interrupted.folder)), max_steps=10)
+def test_a_run_without_further_steps_ends_with_the_lines_up_to_its_checkpoint(interrupted, started, monkeypatch):
+    record = started(resume_at(interrupted, 10), max_steps=10)
     metrics = SCORES | {"n_test": 12, "train_seconds": 1.0, "train_examples_per_second": 9.0, "hash": "f" * 64}
     monkeypatch.setattr(record_module, "write_results", lambda *_, **__: metrics)
-    with pytest.raises(UserError, match="has not ended"):
-        lock(record.folder)
     finish(record)
-    os.close(lock(record.folder))
     assert steps_on_disk(record) == [*range(1, 11)]
 
 
