@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from types import SimpleNamespace
 
@@ -16,10 +15,9 @@ from app.program import select_precision
 from app.settings import Settings
 
 
-def test_the_cpu_has_the_name_that_linux_reports_and_otherwise_its_architecture(tmp_path, monkeypatch):
+def test_the_cpu_has_the_name_that_linux_reports(tmp_path, monkeypatch):
     file = tmp_path / "cpuinfo"
     monkeypatch.setattr(machine, "Path", lambda _: file)
-    assert machine.cpu_name() == platform.machine(), "there is no such file"
     file.write_text("processor\t: 0\nmodel name\t: A CPU: 2 GHz\nflags\t: fpu\n")
     assert machine.cpu_name() == "A CPU: 2 GHz"
 

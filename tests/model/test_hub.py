@@ -22,6 +22,7 @@ from app.model.load import load_classifier, load_tokenizer
 from app.settings import Settings
 
 MAIN, BRANCH = "a" * 40, "b" * 40
+BIASES = {MAIN: 1.0, BRANCH: 2.0}  # of the classifiers
 ADDRESS = "/someone/model"
 
 
@@ -71,20 +72,19 @@ class Hub(BaseHTTPRequestHandler):
 def hub(request, tmp_path, monkeypatch) -> Iterator[ThreadingHTTPServer]:
     """A Hub with commits of different weights on its branches `main` and `branch`, and an empty cache."""
     Hub.folder, Hub.branches = tmp_path / "served", {"main": MAIN, "branch": BRANCH}
-    for commit in (MAIN, BRANCH):
+    for commit, bias in BIASES.items():
         folder = write_model(Hub.folder / commit, "bert")
+        (folder / "unneeded").touch()
         model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+        model.classifier.bias.data.fill_(bias)
         save = save_file if request.param == "model.safetensors" else torch.save
         save(model.state_dict(), folder / request.param)
-        (folder / "weight").write_text(str(model.classifier.weight.sum().item()))
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        constants = {
-            "ENDPOINT": address,
-            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
-        }
-        constants |= {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        constants = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        url = address + "/{repo_id}/resolve/{revision}/{filename}"
+        constants |= {"ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": url}
         for name, value in constants.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         yield server
@@ -99,25 +99,26 @@ def commit_of_weights(commit: str | None, revision: str | None = None) -> str:
     """Return the commit whose weights are loaded."""
     settings = settings_of(revision)
     loaded = load_classifier(settings, ["0", "1"], load_tokenizer(settings, [], commit), commit=commit)
-    weight = str(loaded.model.classifier.weight.sum().item())
-    (served,) = (file.parent.name for file in Hub.folder.glob("*/weight") if file.read_text() == weight)
-    return served
+    (commit,) = (commit for commit, bias in BIASES.items() if (loaded.model.classifier.bias == bias).all())
+    return commit
 
 
-def test_a_model_is_downloaded_once_and_then_found_without_a_connection(hub, tmp_path):
+def assert_that_branches_are_found() -> None:
     for revision, commit in ((None, MAIN), ("branch", BRANCH)):
         assert resolve_commit(settings_of(revision)) == commit
         assert commit_of_weights(commit, revision) == commit
-    assert not list(tmp_path.glob("cache/**/weight")), "only files that are needed are downloaded"
+
+
+def test_a_model_is_downloaded_once_and_then_found_without_a_connection(hub, tmp_path):
+    assert_that_branches_are_found()
+    assert not list(tmp_path.glob("cache/**/unneeded")), "only files that are needed are downloaded"
     with pytest.raises(UserError, match="no such model on the Hub"):
         resolve_commit(settings_of(model="someone/none"))
     with pytest.raises(UserError, match=r"^--revision no-such: someone/model has no such branch, tag or commit$"):
         resolve_commit(settings_of("no-such"))
     hub.shutdown()
     hub.server_close()
-    for revision, commit in ((None, MAIN), ("branch", BRANCH)):
-        assert resolve_commit(settings_of(revision)) == commit
-        assert commit_of_weights(commit, revision) == commit
+    assert_that_branches_are_found()
     with pytest.raises(UserError, match=r"the Hub cannot be reached, and the model is not in the local cache$"):
         resolve_commit(settings_of(model="someone/none"))
 
