@@ -85,6 +85,35 @@ def test_if_the_cable_is_cut_each_node_names_the_other_and_ends(nodes: list[str]
     assert not [pid for name in nodes for pid in processes_on(name)]
 
 
+@pytest.mark.launched
+@pytest.mark.slow
+def test_ranks_of_two_nodes_connect_again_after_a_sigkill(nodes: list[str], tmp_path: Path) -> None:
+    """Once while they communicate, and once while they start, so that the nodes count different numbers of restarts."""
+    (tmp_path / "restarted.py").write_text(
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from app.distributed.collectives import barrier\n"
+        "from app.distributed.process_group import join\n"
+        "from app.settings import Settings\n"
+        "def kill_once(moment):\n"
+        "    marker = Path(__file__).with_name(moment)\n"
+        "    if os.environ['RANK'] == '1' and not marker.exists():\n"
+        "        marker.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if Path(__file__).with_name('running').exists():\n"
+        "    kill_once('starting')\n"
+        "with join(Settings(use_cpu=True, threads=1, ddp_timeout=20)) as world:\n"
+        "    kill_once('running')\n"
+        "    barrier(world)\n"
+        "print('rank', world.rank, 'has finished', flush=True)\n"
+    )
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(PROJECT)]))
+        printed = run_on_both(nodes, "c10d", "restarted", log_folder=tmp_path, MAX_RESTARTS="9")
+    finished = [line for text in printed for line in text.splitlines() if line.startswith("rank ")]
+    assert sorted(finished) == ["rank 0 has finished", "rank 1 has finished"]
+
+
 # Makes a node's host name stand for 127.0.1.1 on itself, as Debian does, and runs a command there.
 NAMED = """
 hostname "$1"; mount --bind "$2" /etc/hosts; exec "${@:3}"
