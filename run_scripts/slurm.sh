@@ -33,15 +33,14 @@ wait_for() { # return the status of a process; a signal interrupts `wait`
   while wait "$1" || true; kill -0 "$1" 2>/dev/null; do :; done
   wait "$1"
 }
-export -f wait_for
 
 # One torchrun per node. It exits with 1 when its ranks have saved a checkpoint and exited with 75. So each node exits with
 # 75 instead if it had a signal: SIGUSR1 as above, or SIGTERM if a job of a higher priority preempts this one.
 # shellcheck disable=SC2016 # the variables are set on each node
 node='signaled= status=0
 trap "signaled=yes" USR1 TERM # Slurm sends it to torchrun and the ranks, too
-NODE_RANK=$SLURM_NODEID bash run_scripts/multi_node.sh c10d "$@" &
-wait_for "$!" || status=$?
+# In the foreground: bash runs the trap when this has ended. `wait` would lose the status if both came at once.
+NODE_RANK=$SLURM_NODEID bash run_scripts/multi_node.sh c10d "$@" || status=$?
 # srun returns the highest status, and sends SIGTERM to the other nodes after a failure. So that one has a higher status.
 if [ "$status" != 0 ]; then if [ -n "$signaled" ]; then status=75; else status=76; fi; fi
 exit "$status"'
