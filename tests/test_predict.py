@@ -6,29 +6,26 @@ import io
 import json
 import shutil
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 from helpers.architectures import write_model
 from helpers.jobs import write_reviews
 from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
 
-import app.ddp_loop
 from app import predict as program
 from app.cli import parse_settings
 from app.common.errors import RunError, UserError
-from app.ddp_loop import evaluate
+from app.ddp_loop import evaluate, fine_tune
 from app.runs.reader import read_run
 
 FLAGS = ["--max_length=32", "--train_batch_size=8", "--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
 FLAGS += ["--use_cpu", "--threads=1", "--output_dir=run", "--eval_batch_size=4", "--test_size=0.4"]
 
 
-def fine_tune(world, *flags: str) -> None:
-    app.ddp_loop.fine_tune(parse_settings([*FLAGS, *flags]), world)
+def train(world, *flags: str) -> None:
+    fine_tune(parse_settings([*FLAGS, *flags]), world)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +35,8 @@ def trained(world, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         write_reviews(folder / "reviews.csv", 60, ("schlecht", "gut"))
-        fine_tune(world, "--csv=reviews.csv")
+        train(world, "--csv=reviews.csv")
     pd.DataFrame({"label": ["gut", "差"] * 20, "review": ["好"] * 40}).to_csv(folder / "wrong.csv", index=False)
-    write_model(folder / "base", "bert")
     AutoModel.from_config(AutoConfig.from_pretrained(folder / "run/model")).save_pretrained(folder / "headless")
     AutoTokenizer.from_pretrained(folder / "run/model").save_pretrained(folder / "headless")
     write_model(folder / "untokenized", "bert")
@@ -67,24 +63,14 @@ def run(trained):
 def predict(world, monkeypatch, capsys):
     """Run app.predict in this process: `predict("run", "--split=test")` returns what it prints."""
 
-    def call(*arguments: str) -> str:
+    def call(*arguments: str, typed: str = "") -> str:
         monkeypatch.setattr(sys, "argv", ["predict", *arguments])
-        monkeypatch.setattr(program, "join", lambda settings: nullcontext(world))
-        settings, own = program.PROGRAM.parse(arguments)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+        own = program.PROGRAM.parse(arguments)[1]
         capsys.readouterr()
-        program.main(settings, **own)
+        task = program.define_task(own["run_or_model"], own["texts"], part=own["split"], output=own["output"])
+        program.predict(task, world)
         return capsys.readouterr().out
-
-    return call
-
-
-@pytest.fixture
-def predict_typed(predict, monkeypatch):
-    """Predict what a person types, with the run in `run/`."""
-
-    def call(text: str) -> str:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-        return predict("run")
 
     return call
 
@@ -95,17 +81,16 @@ def gives_the_runs_file(predict):
 
     def gives(*arguments: str, model: str = "run") -> bool:
         printed = predict(model, "--split=test", "--output=again.csv", *arguments)
-        again = Path("again.csv").read_bytes()
-        Path("again.csv").unlink()
         accuracy = json.loads(Path("run/metrics.json").read_text())["accuracy"]
-        return again == Path("run/predictions.csv").read_bytes() and f"accuracy  {accuracy:.4f} (" in printed
+        same_bytes = Path("again.csv").read_bytes() == Path("run/predictions.csv").read_bytes()
+        return same_bytes and f"accuracy  {accuracy:.4f} (" in printed
 
     return gives
 
 
-def test_predicting_the_test_rows_gives_the_runs_file(run, gives_the_runs_file):
-    assert gives_the_runs_file()
-    assert gives_the_runs_file(model="run/model"), "with the settings of the run"
+@pytest.mark.parametrize("model", ["run", "run/model"])
+def test_predicting_the_test_rows_gives_the_runs_file(run, gives_the_runs_file, model):
+    assert gives_the_runs_file(model=model), "with the settings of the run"
 
 
 def test_a_file_that_appears_while_rows_are_predicted_is_kept(run, predict, monkeypatch):
@@ -119,19 +104,26 @@ def test_a_file_that_appears_while_rows_are_predicted_is_kept(run, predict, monk
     assert Path("o.csv").read_text() == "precious"
 
 
-def test_labels_are_not_needed(run, predict):
-    held_out = pd.read_csv(run / "predictions.csv")
-    reviews = [*held_out["review"], "", "=1+1"]
-    pd.DataFrame({"id": range(len(reviews)), "review": reviews}).to_csv("new.csv", index=False)
-    printed = predict("run", "--csv=new.csv")
-    assert "accuracy" not in printed
-    assert "dropped 1 of" in printed
-    new = pd.read_csv("new-predictions.csv")
-    assert list(new.columns) == ["row", "predicted", "probability_gut", "probability_schlecht", "review"]
-    assert new["row"].tolist() == [*range(len(held_out)), len(held_out) + 1]
-    assert new["predicted"].tolist()[:-1] == held_out["predicted"].tolist()
-    np.testing.assert_allclose(new["probability_gut"][:-1], held_out["probability_gut"], rtol=1e-5)
-    assert new["review"].iloc[-1] == "'=1+1", "a spreadsheet would run it as a formula"
+def test_predictions_of_texts_from_anywhere_are_those_of_a_plain_pipeline(run, predict):
+    texts = [*pd.read_csv(run / "predictions.csv")["review"], "=1+1"]
+    printed = predict("run", *texts)
+    classify = pipeline("text-classification", model=str(run / "model"), top_k=None, device="cpu", dtype="float32")
+    rows = pd.read_csv(io.StringIO(printed))
+    assert list(rows.columns) == ["row", "predicted", "probability_gut", "probability_schlecht", "review"]
+    for row, scores in zip(rows.to_dict("records"), classify(texts, truncation=True, max_length=32), strict=True):
+        assert row["predicted"] == scores[0]["label"]
+        for score in scores:
+            assert row[f"probability_{score['label']}"] == pytest.approx(score["score"], rel=1e-4)
+    assert rows["review"].tolist() == [*texts[:-1], "'=1+1"], "a spreadsheet would run it as a formula"
+
+    lines = "\n\n".join(texts)
+    assert predict("run", typed=lines) == printed
+    assert predict("run", typed=f"\ufeff{lines}\n") == printed, "a byte order mark is no text"
+    pd.DataFrame({"id": range(len(texts) + 1), "review": [*texts, ""]}).to_csv("new.csv", index=False)
+    shown = predict("run", "--csv=new.csv")
+    assert Path("new-predictions.csv").read_text() == printed
+    assert "dropped 1 of" in shown
+    assert "accuracy" not in shown
 
 
 def test_rows_without_a_label_are_predicted_but_not_counted(run, predict):
@@ -140,82 +132,56 @@ def test_rows_without_a_label_are_predicted_but_not_counted(run, predict):
     assert pd.read_csv("o.csv")["label"].fillna("-").tolist() == ["gut", "-", "schlecht"]
 
 
-def test_texts_are_printed_with_their_predictions(run, predict, predict_typed):
-    printed = predict("run", "好", "=1+1")
-    lines = pd.read_csv(io.StringIO(printed))
-    assert lines["review"].tolist() == ["好", "'=1+1"]
-    assert predict_typed("好\n\n=1+1\n") == printed
-    assert predict_typed("\ufeff好\n=1+1\n") == printed, "a byte order mark is no text"
-    assert "probability_good" in predict("run", "好", "--label_names=gut=good"), "a run without names gets them here"
-
-
-def test_a_terminal_gets_no_control_characters(run, predict_typed, monkeypatch):
-    assert "a\x1b[31m" in predict_typed("a\x1b[31m\n")
+def test_a_terminal_gets_no_control_characters(run, predict, monkeypatch):
+    assert "a\x1b[31m" in predict("run", typed="a\x1b[31m\n")
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
-    printed = predict_typed("a\x1b[31m\n")
+    printed = predict("run", typed="a\x1b[31m\n")
     assert "\x1b" not in printed
     assert len(printed.splitlines()) == 2
 
 
-def test_the_files_of_published_parts_may_have_moved(world, predict, gives_the_runs_file):
-    for name, rows in {"train.csv": 60, "test.csv": 20, "other.csv": 22}.items():
-        write_reviews(Path(name), rows)
-    fine_tune(world, "--csv=train.csv", "--test_file=test.csv", "--test_size=0.1")
-    for name in ("train.csv", "test.csv"):
-        Path(name).rename(f"moved-{name}")
-    assert gives_the_runs_file("--csv=moved-train.csv", "--test_file=moved-test.csv")
-    for arguments, message in (
-        (["--test_file=moved-test.csv"], "--test_file: allowed only with --split"),
-        (["--split=test"], "test.csv: no such file"),
-        (["--split=test", "--test_file=other.csv"], "run: its files have changed since the run split them"),
-    ):
-        with pytest.raises(UserError, match=message):
-            predict("run", "--csv=moved-train.csv", *arguments)
-
-
-def test_the_data_set_of_a_run_may_have_moved(world, predict, gives_the_runs_file):
+@pytest.mark.parametrize("flags", [["--csv={}/train.csv", "--test_file={}/test.csv"], ["--dataset_name={}"]])
+def test_the_files_of_a_run_may_have_moved(world, gives_the_runs_file, flags):
     Path("data").mkdir()
     write_reviews(Path("data/train.csv"), 60)
-    fine_tune(world, "--dataset_name=data")
+    write_reviews(Path("data/test.csv"), 20)
+    train(world, *(flag.format("data") for flag in flags), "--test_size=0.1")
     Path("data").rename("moved")
-    assert gives_the_runs_file("--dataset_name=./moved")
-    with pytest.raises(UserError, match="--dataset_name and --csv exclude each other"):
-        predict("run", "--split=test", "--csv=moved/train.csv")
+    assert gives_the_runs_file(*(flag.format("./moved") for flag in flags))
+
+
+def test_a_run_whose_reviews_are_gone_is_a_mistake(run, predict):
+    Path("reviews.csv").unlink()
+    with pytest.raises(UserError, match=r"reviews\.csv: no such file"):
+        predict("run", "--split=test")
 
 
 def test_named_classes_are_in_the_model_and_in_all_predictions(world, predict, gives_the_runs_file):
     write_reviews(Path("reviews.csv"), 60)
     names = "--label_names=0=负面,1=正面"
-    fine_tune(world, "--csv=reviews.csv", names)
+    train(world, "--csv=reviews.csv", names)
     assert AutoConfig.from_pretrained("run/model").id2label == {0: "负面", 1: "正面"}
     assert read_run(Path("run")).split["classes"] == ["负面", "正面"]
     assert gives_the_runs_file()
     with pytest.raises(UserError, match="--label_names: the run in run was trained with --label_names"):
         predict("run", "好", "--label_names=0=正面,1=负面")
-    assert "of 60 reviews" in predict("run", "--csv=reviews.csv", "--output=run.csv")
+    predict("run", "--csv=reviews.csv", "--output=run.csv")
     Path("run/model").rename("model")
     predict("model", "--csv=reviews.csv", "--output=model.csv", names, "--max_length=32", "--eval_batch_size=4")
     assert Path("run.csv").read_bytes() == Path("model.csv").read_bytes()
     assert set(pd.read_csv("run.csv")["label"]) == {"负面", "正面"}
 
 
+def test_a_run_without_names_of_classes_gets_them_here(run, predict):
+    assert "probability_good" in predict("run", "好", "--label_names=gut=good")
+
+
 def test_a_label_column_that_is_named_is_required(run, predict):
     Path("settings.yaml").write_text("label_column: label\n")
     pd.DataFrame({"review": ["好"]}).to_csv("new.csv", index=False)
-    predict("run", "--csv=new.csv", "--output=o.csv")
     for flag in ("--label_column=label", "--config=settings.yaml"):
         with pytest.raises(UserError, match="no column 'label'"):
             predict("run", "--csv=new.csv", flag, "--output=p.csv")
-
-
-def test_probabilities_are_those_of_a_plain_pipeline(run, predict):
-    texts = pd.read_csv(run / "predictions.csv")["review"].tolist()
-    printed = pd.read_csv(io.StringIO(predict("run", *texts)))
-    classify = pipeline("text-classification", model=str(run / "model"), top_k=None, device="cpu", dtype="float32")
-    for row, scores in zip(printed.to_dict("records"), classify(texts, truncation=True, max_length=32), strict=True):
-        assert row["predicted"] == scores[0]["label"]
-        for score in scores:
-            assert row[f"probability_{score['label']}"] == pytest.approx(score["score"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +191,10 @@ def test_probabilities_are_those_of_a_plain_pipeline(run, predict):
         (["run", "--csv=wrong.csv"], "row 1: label '差' is not a class of the model, which has 'gut', 'schlecht'"),
         (["run", "好", "--label_names=2=good"], "different names to classes of the model, which has 'gut', 'schlecht'"),
         (["run", "--csv=reviews.csv", "--output=no/o.csv"], "cannot be written: No such file or directory"),
-        (["run", "--split=test", "--csv=wrong.csv"], "have changed since the run"),
-        (["base", "--split=test"], "is not the folder of a run"),
+        (["run", "--csv=reviews.csv", "--test_file=reviews.csv"], "--test_file: allowed only with --split"),
+        (["run", "--split=test", "--csv=wrong.csv"], "its files have changed since the run split them"),
+        (["run", "--split=test", "--csv=a.csv", "--dataset_name=b"], "--dataset_name and --csv exclude each other"),
+        (["headless", "--split=test"], "is not the folder of a run"),
         (["headless", "a"], "is not a trained classifier: it has no classifier.bias"),
         (["run", "a", "--max_length=100000"], "accepts at most"),
         (["run", "\udcff"], "a text is not valid UTF-8"),
