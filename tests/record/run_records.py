@@ -1,4 +1,4 @@
-"""Helpers for tests of `RunRecord`: steps without training, and a training state without tensors."""
+"""Helpers for tests of `RunRecord`: steps whose losses and norms are given, and full disks."""
 
 from __future__ import annotations
 
@@ -6,60 +6,50 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from app.checkpoint.resume import Resume
+from app.checkpoint.state import TrainingState
 from app.metrics.score import score
 from app.record.run_record import RunRecord
-from app.record.steps import Step, count_tokens
-from app.runs.schema import RUN_STATE, SCHEDULE, STEPS
+from app.runs.schema import STEPS
+from app.strategies.optimization import LossScale, Optimization
+from app.training.step import build_optimizer, build_scheduler
 
 SCORES = {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7}
-BATCH = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
-
-
-class SavedState:
-    """A training state without tensors, which remembers what has been loaded."""
-
-    def __init__(self) -> None:
-        self.loaded: list[Path] = []
-
-    def save(self, folder: Path, weights_only: bool = False) -> list[str]:
-        (folder / SCHEDULE).write_text("{}")
-        return [SCHEDULE]
-
-    def load(self, folder: Path, weights_only: bool = False) -> None:
-        assert weights_only
-        self.loaded.append(folder)
 
 
 def begin(record: RunRecord) -> bool:
-    """Begin the run of a model whose wrapper is a `Linear`, and which nobody asks to stop."""
-    return record.begin(SavedState(), torch.nn.Linear(2, 2), SimpleNamespace(requested=lambda: False))
+    """Begin the record of a run that nobody asks to stop, as app/ddp_loop.py does."""
+    run = record.run
+    wrapped = run.strategy.wrap(run.model)
+    optimizer = build_optimizer(wrapped, run.settings, strategy=run.strategy)
+    scheduler = build_scheduler(optimizer, run.settings, run.plan.total_steps)
+    loss_scale = LossScale(run.settings.precision, run.plan, run.world)
+    state = TrainingState(run.model, Optimization(optimizer, scheduler, loss_scale, run.loss), run.strategy, run.world)
+    return record.begin(state, wrapped, SimpleNamespace(requested=lambda: False))
 
 
-def add_steps(record: RunRecord, *steps: int, grad_norm: float = 1.25) -> None:
-    """Add steps with two micro-batches of 2 rows, each of 3 tokens, and write them."""
-    for step in steps:
-        line = {"step": step, "epoch": step / record.plan.steps_per_epoch, "loss": None, "grad_norm": None}
-        line |= {"learning_rate": 1e-3, **count_tokens([BATCH, BATCH])}
-        record.steps.add(Step(line, torch.tensor([0.25, 0.75]), torch.tensor(grad_norm)))
-    record.write_steps()
+def do_steps(record: RunRecord, n: int = 1, *, loss: float = 0.5, grad_norm: float = 1.25) -> None:
+    """Record the next steps, each with two micro-batches of 2 rows, which have 3 tokens each."""
+    batch = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.int64))
+    losses, first = torch.tensor([loss - 0.25, loss + 0.25]), record.steps.last_step + 1
+    for step in range(first, first + n):
+        record.after_step(step, losses, torch.tensor(grad_norm), learning_rate=1e-3, batches=[batch, batch])
 
 
-def steps_on_disk(record: RunRecord, log: Path = STEPS) -> list[int]:
-    """Return the steps in a log."""
-    return [json.loads(line)["step"] for line in (record.folder / log).read_text().splitlines()]
+def finish(record: RunRecord) -> None:
+    """Finish a run that predicts every test row correctly."""
+    labels = record.run.data.table.labels[record.run.data.split.test]
+    logits = torch.nn.functional.one_hot(torch.from_numpy(labels), 2).double().numpy()
+    record.finish(logits, score(logits, labels))
 
 
-def resume_at(record: RunRecord, step: int) -> Resume:
-    checkpoint = record.checkpoints.folder / f"checkpoint-{step}"
-    return Resume(record.folder, checkpoint, json.loads((checkpoint / RUN_STATE).read_text()))
+def on_disk(record: RunRecord, name: str = "step", log: Path = STEPS) -> list[float | None]:
+    """Return a value of each line of a log."""
+    return [json.loads(line)[name] for line in (record.folder / log).read_text().splitlines()]
 
 
 @contextmanager
@@ -71,11 +61,3 @@ def files_up_to(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
-
-
-def finish(record: RunRecord, **parts: Any) -> None:
-    """Finish a run that predicts every test row correctly, with other parts of its preparation, such as its `model`."""
-    record.run = replace(record.run, **parts)
-    labels = record.run.data.table.labels[record.run.data.split.test]
-    logits = torch.nn.functional.one_hot(torch.from_numpy(labels), 2).double().numpy()
-    record.finish(logits, score(logits, labels))

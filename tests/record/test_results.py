@@ -1,4 +1,4 @@
-"""The files of a finished run: the model is bitwise what `save_pretrained` writes, and metrics.json comes last."""
+"""The files of a finished run: all weights are in its model, and metrics.json comes last."""
 
 from __future__ import annotations
 
@@ -6,29 +6,20 @@ import io
 import json
 import math
 import os
-from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from helpers.architectures import write_model
-from helpers.worlds import batch_plan
-from record.run_records import SCORES, add_steps, finish
-from safetensors import SafetensorError
+from record.run_records import SCORES, do_steps, files_up_to, finish
 from scipy.special import softmax
-from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
 
-from app.model.load import load_classifier, load_tokenizer
 from app.record import results, steps
-from app.record.results import predictions_as_csv, stage_model
-from app.record.run_record import RunRecord
+from app.record.results import predictions_as_csv
 from app.runs.hashes import hash_run
 from app.runs.reader import read_run
-from app.settings import Settings
-from app.training.build import select_strategy
 
 # Old runs must remain readable, and other programs read these files: no file and no key may change its name.
 KEYS = {
@@ -45,34 +36,31 @@ KEYS = {
 
 
 @pytest.mark.parametrize("architecture", ["bert", "bart", "gpt2"])  # BART's embeddings are tied
-@pytest.mark.parametrize("strategy_name", ["ddp", "zero3"])
-def test_the_model_is_bitwise_what_save_pretrained_writes(world, tmp_path, architecture, strategy_name):
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_weights_that_were_not_trained_are_written_bitwise_as_they_were_loaded(
+    started, tmp_path, architecture, strategy
+):
     source = write_model(tmp_path / "source", architecture)
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(source))
-    model.save_pretrained(tmp_path / "expected")
-    strategy = select_strategy(Settings(strategy=strategy_name), batch_plan(), world)
-    strategy.wrap(model)
-    state = deepcopy(strategy.gather_model_state(model))
-    with torch.no_grad():  # the model's own tensors, which may be shards, are not what is written
-        for parameter in model.parameters():
-            parameter.zero_()
-    stage_model(tmp_path / "written", model, state, tokenizer=AutoTokenizer.from_pretrained(source))
-    for file in (tmp_path / "expected").iterdir():
-        assert (tmp_path / "written" / file.name).read_bytes() == file.read_bytes(), file.name
-    assert pipeline("text-classification", str(tmp_path / "written"))("好")
+    config = AutoConfig.from_pretrained(source, num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(source)
+    record = started(model=str(source), strategy=strategy, weight_decay=0)
+    do_steps(record)
+    finish(record)
+    written = record.folder / "model"
+    assert (written / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert pipeline("text-classification", str(written))("好")
 
 
-def finish_with_model(record: RunRecord) -> None:
-    data = record.run.data
-    data.tokenizer = load_tokenizer(record.settings, data.table.texts)
-    finish(record, model=load_classifier(record.settings, data.table.class_names, data.tokenizer).model)
-
-
-def test_a_finished_run_has_the_files_and_keys_of_the_schema(started, capsys):
-    record = started(max_length=16, save_strategy="no", max_steps=2)
-    add_steps(record, 1, 2)
+def test_a_finished_run_has_the_files_and_keys_of_the_schema(started, capsys, monkeypatch):
+    record, done = started(save_strategy="no", max_steps=2), []
+    do_steps(record, 2)
     record.after_evaluation(2, "test", SCORES)
-    finish_with_model(record)
+    flush, replace = steps.flush, os.replace
+    monkeypatch.setattr(steps, "flush", lambda path: (done.append(path.name), flush(path)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append(Path(b).name), replace(a, b)))
+    finish(record)
+    # metrics.json marks the run as finished. tests/common/test_files.py checks that what gets a name is flushed.
+    assert done == ["steps.jsonl", "evaluations.jsonl", "predictions.csv", "model", "metrics.json"]
     assert {path.name for path in record.folder.iterdir()} == {*KEYS, "predictions.csv", "model", ".lock"}
     for file, keys in KEYS.items():
         text = (record.folder / file).read_text("utf-8")
@@ -90,37 +78,20 @@ def test_a_finished_run_has_the_files_and_keys_of_the_schema(started, capsys):
 @pytest.mark.parametrize("at_once", [results.CHUNK, 5])
 def test_predictions_are_those_of_a_softmax_however_many_are_in_memory(started, monkeypatch, at_once):
     monkeypatch.setattr(results, "CHUNK", at_once)
-    data = started(max_length=16).run.data
-    logits = np.random.default_rng(0).normal(size=(len(data.split.test), 2))
-    texts = list(predictions_as_csv(data.table, data.split.test, logits=logits))
+    data = started().run.data
+    table, rows = data.table, data.split.test
+    logits = np.random.default_rng(0).normal(size=(len(rows), 2))
+    texts = list(predictions_as_csv(table, rows, logits=logits))
     assert len(texts) == math.ceil(len(logits) / at_once)
-    frame = pd.read_csv(io.StringIO("".join(texts)))
-    assert frame.row.tolist() == data.table.rows[data.split.test].tolist()
-    assert frame.review.tolist() == data.table.texts_of(data.split.test).tolist()
-    assert frame.label.tolist() == data.table.labels[data.split.test].tolist()
-    assert frame.predicted.tolist() == logits.argmax(axis=1).tolist()
-    assert np.allclose(frame[["probability_0", "probability_1"]], softmax(logits, axis=1), rtol=1e-12)
-
-
-def test_everything_else_is_on_disk_before_metrics_json_marks_the_run_finished(started, monkeypatch):
-    """tests/common/test_files.py checks that what gets a name has been flushed to disk."""
-    record, done = started(max_length=16), []
-    add_steps(record, 1)
-    flush, replace = steps.flush, os.replace
-    monkeypatch.setattr(steps, "flush", lambda path: (done.append(path.name), flush(path)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (done.append(Path(b).name), replace(a, b)))
-    finish_with_model(record)
-    assert done == ["steps.jsonl", "predictions.csv", "model", "metrics.json"]
+    columns = {"row": table.rows[rows], "label": table.labels[rows], "predicted": logits.argmax(axis=1)}
+    columns |= dict(zip(["probability_0", "probability_1"], softmax(logits, axis=1).T, strict=True))
+    expected = pd.DataFrame(columns | {"review": table.texts_of(rows).to_numpy()})
+    pd.testing.assert_frame_equal(pd.read_csv(io.StringIO("".join(texts))), expected, rtol=1e-12, check_dtype=False)
 
 
 def test_a_model_that_can_not_be_written_is_a_one_line_error_and_leaves_nothing(started):
-    class Model(nn.Linear):
-        def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
-            (folder / "half").touch()
-            raise SafetensorError("I/O error: No space left on device")
-
     record = started()
-    add_steps(record, 1)
-    with pytest.raises(OSError, match="model could not be written: I/O error: No space left"):
-        finish(record, model=Model(2, 2))
+    do_steps(record)
+    with files_up_to(20_000), pytest.raises(OSError, match=r"model could not be written: .*File too large"):
+        finish(record)
     assert not (record.folder / ".model.tmp").exists()
