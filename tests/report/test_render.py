@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +19,8 @@ from app.report.render import as_html, as_markdown, write_comparison
 
 SCRIPT = "<script>document.title='ran'</script>"
 IMAGE = "<img src=x onerror=\"document.title='ran'\">"
-ACTIVE_TAGS = {"script", "img", "iframe", "object", "embed", "link", "form", "base"}
+ACTIVE_TAGS = {"script", "img", "iframe", "object", "embed", "link", "form", "base", "image", "foreignobject"}
+NAME = SCRIPT + '--><img src=x onerror=alert(1)>$\\frac{$&quot;" id="x_1" \\1\\g<0> #010101 var(--ink) a>b'
 
 
 class Page(HTMLParser):
@@ -49,13 +53,15 @@ def hostile(review_csv, tmp_path):
 
 @pytest.fixture
 def comparison(make_pair, hostile):
-    a = {"learning_rate": 0.5, "path": f"{SCRIPT}$\\frac{{$", "threads": 1}
+    a = {"learning_rate": 0.5, "path": NAME, "threads": 1}
     return compare_runs(*make_pair(reviews=hostile, a=a, b={"threads": 2}))
 
 
 @pytest.fixture
 def identical(make_pair, hostile):
-    return compare_runs(*make_pair(reviews=hostile, same=True), baselines=False)
+    """Identical runs, whose settings differ in what does not describe the training."""
+    a, b = {"output_dir": "a", "bf16": True}, {"output_dir": "b"}
+    return compare_runs(*make_pair(reviews=hostile, same=True, a=a, b=b), baselines=False)
 
 
 def texts(comparison) -> tuple[str, str]:
@@ -82,6 +88,7 @@ def test_the_page_shows_hostile_text_literally_without_scripts_and_requests(comp
     assert "script" not in policy, "what default-src forbids stays forbidden"
     assert not re.search(r"url\((?!#)|@import", as_html(comparison))
     assert all(text in page.text for text in (SCRIPT, IMAGE, "$\\frac{$"))
+    assert ("aria-label", f"Training loss of {NAME} and trainer_run at each step") in page.attributes
 
 
 def test_markdown_escapes_hostile_text(comparison):
@@ -90,21 +97,11 @@ def test_markdown_escapes_hostile_text(comparison):
     assert any("onerror" in row and "http" in row for row in rows_of(markdown))
 
 
-@pytest.mark.parametrize(
-    ("text", "cell"),
-    [
-        ("ddp_loop", "ddp_loop"),
-        ("_a_ *b*", r"\_a\_ \*b\*"),
-        ("[+0.0, +4.4]", "[+0.0, +4.4]"),
-        ("[a](b)", r"[a]\(b)"),
-        ("a\nb\x1b[0m\u202ec", "a b [0m c"),
-        ("<b>&", "&lt;b&gt;&amp;"),
-        ("$x$ ~~y~~", r"\$x\$ \~\~y\~\~"),
-        ("x" * 200, "x" * 159 + "…"),
-    ],
-)
-def test_a_markdown_cell_is_one_line_without_markup(text, cell):
+def test_a_markdown_cell_is_one_line_without_markup():
+    text = "ddp_loop _a_ *b* [+0.0, +4.4] [a](b) <b>& $x$ ~~y~~ a\nb\x1b[0m\u202ec"
+    cell = r"ddp_loop \_a\_ \*b\* [+0.0, +4.4] [a]\(b) &lt;b&gt;&amp; \$x\$ \~\~y\~\~ a b [0m c"
     assert markdown_cell(text) == cell
+    assert markdown_cell("x" * 200) == "x" * 159 + "…"
 
 
 def test_the_reports_show_the_values(comparison):
@@ -137,19 +134,20 @@ def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
     assert f"20 of {total}." in section
     assert section.count(SCRIPT) >= 20, "as text"
     assert "None." in settings
+    assert "not computed because of --no_baselines" in text
     without = identical | {"misclassified_by_both": [], "n_misclassified_by_both": 0}
     assert "Misclassified by both" not in as_markdown(without)
     assert "classified correctly by at least one run" in as_html(without)
 
 
-@pytest.mark.parametrize(
-    ("hashes", "shown"),
-    [
-        (("d" * 64, "d" * 64), f"{'d' * 64} (both)"),
-        (("d" * 64, None), f"{'d' * 64} and not recorded (an earlier version wrote the run)"),
-        (("d" * 64, "e" * 64), f"{'d' * 64} and {'e' * 64}: only the evaluations during training differ"),
-    ],
-)
+HASHES = {
+    ("d", "d"): "d (both)",
+    ("d", None): "d and not recorded (an earlier version wrote the run)",
+    ("d", "e"): "d and e: only the evaluations during training differ",
+}
+
+
+@pytest.mark.parametrize(("hashes", "shown"), HASHES.items())
 def test_the_reports_show_the_hashes_and_why_there_are_no_baselines(make_pair, tmp_path, hashes, shown):
     a, b = make_pair(same=True)
     a.metrics["hash"], b.metrics["hash"] = hashes
@@ -176,8 +174,65 @@ def test_the_reports_have_a_section_over_seeds(make_pair, review_csv):
         assert not re.search("TF-IDF|compared with", page)
 
 
-def test_three_files_are_written_which_are_the_same_each_time(comparison, tmp_path):
+def test_three_files_are_written_which_are_the_same_each_time(comparison, tmp_path, monkeypatch):
     write_comparison(comparison, tmp_path)
     written = {path.name: path.read_text("utf-8") for path in tmp_path.glob("comparison.*")}
     assert json.loads(written.pop("comparison.json")) == comparison
+    # The user's matplotlibrc has no effect, and is unchanged.
+    monkeypatch.setitem(matplotlib.rcParams, "font.size", 40)
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "path")
     assert written == {"comparison.html": as_html(comparison), "comparison.md": as_markdown(comparison)}
+    assert matplotlib.rcParams["font.size"] == 40
+
+
+# ---- the plots -------------------------------------------------------------------------------------------------------
+
+
+def plots_of(comparison, *losses: list[float]) -> list[ElementTree.Element]:
+    """Return the plots of the page: the losses, and their difference. Other losses may replace those of the runs."""
+    page = as_html(comparison | {"losses": losses or comparison["losses"]})
+    plots = re.findall("<svg.*?</svg>", page, re.DOTALL)
+    assert max(map(len, plots)) < 300_000
+    declared = '<svg xmlns:xlink="http://www.w3.org/1999/xlink" '
+    return [ElementTree.fromstring(svg.replace("<svg ", declared, 1)) for svg in plots]
+
+
+def texts_of(plot: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in plot.iter("text")]
+
+
+def test_plots_scale_and_have_the_colors_and_the_fonts_of_the_page(comparison):
+    plots = plots_of(comparison)
+    assert len(plots) == 2
+    ids = []
+    for plot in plots:
+        assert plot.get("width") is None, "it scales"
+        assert plot.get("viewBox", "").startswith("0 0 480 ")
+        assert texts_of(plot), "text is text"
+        drawn = [element.attrib for element in plot.iter() if element is not plot]  # the label may contain anything
+        values = " ".join(value for attributes in drawn for value in attributes.values())
+        own = [attributes["id"] for attributes in drawn if "id" in attributes]
+        assert {*re.findall(r"#([\w-]+)", values)} <= {*own}, "colors are variables"
+        assert {*re.findall(r"var\(--(\w+)\)", values)} <= {"ink", "muted", "rule", "card", "neutral", "a", "b"}
+        ids += own
+    assert len(ids) == len(set(ids)) > 0, "two elements with the same id would use each other's clip paths and markers"
+
+
+def test_identical_steps_are_counted_and_powers_of_ten_are_plain_text(comparison):
+    difference = plots_of(comparison, [0.7, 0.5, 0.4, 0.3], [0.7, 0.5, 0.45, 0.3])[1]
+    assert "bitwise identical: 3 of 4 steps" in texts_of(difference)
+    shown = " ".join(texts_of(plots_of(comparison, [1.0, 1.0, 1.0], [1.1, 1.001, 1.00001])[1]))
+    assert "1e-03" in shown
+    assert "$" not in shown
+
+
+def test_unusual_losses_can_be_plotted(comparison):
+    for losses in (
+        ([0.7], [0.7]),
+        ([0.7, 0.5, 0.3], [0.7]),
+        ([math.nan, 0.5], [0.5, math.nan]),
+        ([math.inf, 0.5], [0.5, 0.5]),
+        ([1e-300, 0.5], [0.0, -0.5]),
+        np.random.default_rng(0).uniform(size=(2, 200_000)).tolist(),  # the plots of a long training are small
+    ):
+        assert len(plots_of(comparison, *losses)) == 2
