@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from helpers.jobs import write_reviews
+from helpers.jobs import SAMPLE_CSV
 
 from app import ddp_loop, trainer_run
 from app.checkpoint.resume import Resume
+from app.cli import as_flags
 from app.distributed.world import Topology
 from app.plan import __main__ as module
 from app.plan import report
@@ -29,38 +28,18 @@ from app.program import run_program
 from app.settings import STRATEGIES, Settings
 from app.training import prepare
 
+SETTINGS = {"csv": str(SAMPLE_CSV), "use_cpu": True, "max_length": 16, "train_batch_size": 8}
 MEMORY, TRAFFIC = "## Memory of the rank that needs", "## Traffic: what a rank sends"
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory) -> Callable[..., Plan]:
-    """A function that plans a step with some settings on two ranks."""
-    csv = tmp_path_factory.mktemp("plan") / "reviews.csv"
-    write_reviews(csv, 90)
-
-    def build(**changes: object) -> Plan:
-        settings = {"csv": str(csv), "use_cpu": True, "max_length": 16, "train_batch_size": 8} | changes
-        return build_plan(Settings(**settings), Topology(2, 2))
-
-    return build
+def build(**changes: Any) -> Plan:
+    """Plan a step with some settings on two ranks."""
+    return build_plan(Settings(**SETTINGS | changes), Topology(2, 2))
 
 
 @pytest.fixture(scope="module")
-def planned(build) -> Plan:
+def planned() -> Plan:
     return build(gradient_accumulation_steps=2)
-
-
-@pytest.fixture
-def run(planned, monkeypatch, tmp_path) -> Callable[..., int]:
-    """Call app.plan with some flags: `run("--measure")` returns its exit status."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "build_plan", lambda *_: planned)
-
-    def run(*flags: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["plan", "--use_cpu", "--max_length=16", "--ranks=2", *flags])
-        return run_program(module.main)
-
-    return run
 
 
 def table(text: str, title: str) -> dict[str, list[float]]:
@@ -74,12 +53,21 @@ def verdict(text: str) -> str:
     return text.partition("## Verdict")[2]
 
 
-def test_the_plan_is_printed_and_written(run, capsys):
-    assert run("--output_dir=plan", "--device_memory=16MiB") == 0
-    text = Path("plan/plan.md").read_text()
-    assert text in capsys.readouterr().out
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_plan_is_printed_and_written_before_it_is_measured(tmp_path, monkeypatch, capsys, status):
+    started = []
+    monkeypatch.setattr(module, "run_job", lambda *arguments: started.append(arguments) or status)
+    changes = {"gradient_accumulation_steps": 2, "threads": 1, "output_dir": str(tmp_path / "plan")}
+    flags = ["--ranks=2", "--device_memory=16MiB", "--measure", *as_flags(Settings(**SETTINGS | changes))]
+    monkeypatch.setattr(sys, "argv", ["plan", *flags])
+    assert run_program(module.main) == status
+    text, (out, err) = (tmp_path / "plan" / "plan.md").read_text(), capsys.readouterr()
+    assert text in out
     assert "8 rows per step = 2 rank(s) x 2 rows x 2 micro-batch(es); 16 tokens per row, fp32" in text
     assert "into 16.0 MiB fits: `ddp`, " in text
+    assert [name for name, _, _ in started] == ["app.bench.memory", "app.bench.traffic"][: 2 - status]
+    assert {(settings.threads, settings.max_length, ranks) for _, settings, ranks in started} == {(1, 16, 2)}
+    assert ("app.bench.memory failed" in err) == bool(status)
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(8, 4)])
@@ -133,52 +121,25 @@ LESS = {"gradient_accumulation_steps": 4, "activation_checkpointing": True, "pre
 
 
 @pytest.mark.parametrize(("name", "value"), LESS.items())
-def test_the_flags_that_the_verdict_names_if_nothing_fits_need_less(planned, build, name, value):
+def test_the_flags_that_the_verdict_names_if_nothing_fits_need_less(planned, name, value):
     assert f"--{name}" in verdict(describe_plans([planned], 1))
     fixed = {"model": "tiny-bert", "max_length": 128, "train_batch_size": 32, "strategy": "zero3"}
     assert needed(build(**fixed, **{name: value})) < needed(build(**fixed))
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_measuring_starts_the_benchmarks_with_the_same_settings(run, monkeypatch, capsys, status):
-    started = []
-    monkeypatch.setattr(module, "run_job", lambda *arguments: started.append(arguments) or status)
-    assert run("--measure", "--threads=1") == status
-    assert [name for name, _, _ in started] == ["app.bench.memory", "app.bench.traffic"][: 2 - status]
-    assert {(settings.threads, settings.max_length, ranks) for _, settings, ranks in started} == {(1, 16, 2)}
-    assert ("app.bench.memory failed" in capsys.readouterr().err) == bool(status)
-
-
-# ---- --dry_run -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def dry_run(review_csv, tmp_path, monkeypatch, world):
-    """A function that starts a path, which must not write anything."""
+@pytest.mark.parametrize("path", [ddp_loop, trainer_run])
+def test_a_dry_run_prints_the_plan_of_its_strategy_and_loads_and_writes_nothing(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, "build_model", lambda *_: pytest.fail("this run loads weights"))
-    settings = Settings(
-        csv=str(review_csv(90)), use_cpu=True, max_length=16, train_batch_size=8, strategy="zero3", dry_run=True
-    )
-
-    def run(path):
-        monkeypatch.setattr(path, "join", lambda _: nullcontext(world))
-        path.main(settings)
-
-    yield run
-    assert [path.name for path in tmp_path.iterdir()] == ["reviews.csv"], "no folder is created"
-
-
-@pytest.mark.parametrize("path", [ddp_loop, trainer_run])
-def test_both_paths_print_the_plan_of_their_strategy_instead_of_training(path, dry_run, capsys):
-    dry_run(path)
+    path.main(Settings(**SETTINGS, strategy="zero3", dry_run=True))
     text = capsys.readouterr().out
     assert "8 rows per step = 1 rank(s) x 8 rows x 1 micro-batch(es); 16 tokens per row, fp32" in text
     assert text.count("| zero3 |") == 2, "memory and traffic"
     assert "| ddp |" not in text
+    assert not [*tmp_path.iterdir()], "no folder is created"
 
 
-def test_a_resumed_run_has_the_logical_ranks_of_the_run_before(dry_run, monkeypatch, capsys):
+def test_the_dry_run_of_a_resumed_run_has_the_logical_ranks_of_the_run_before(world, monkeypatch, capsys):
     monkeypatch.setattr(report, "resolve_settings", lambda _, given, __: (replace(given, logical_ranks=4), Resume()))
-    dry_run(ddp_loop)
+    report.print_plan("ddp_loop", Settings(**SETTINGS), world)
     assert "4 logical ranks (on 1 rank(s)) x 2 rows" in capsys.readouterr().out
