@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+
 import grimp
 import pytest
 from helpers.jobs import PROJECT
@@ -78,6 +83,16 @@ def test_a_forbidden_import_is_found(importer, imported):
     graph.add_import(importer=f"app.{importer}", imported=f"app.{imported}")
     found = chains(graph.find_illegal_dependencies_for_layers(LAYERS, containers={"app"}))
     assert any(f"app.{importer} > app.{imported}" in chain for chain in found), found
+
+
+def test_every_imported_package_is_declared():
+    graph = grimp.build_graph("app", include_external_packages=True, cache_dir=None)
+    imported = {name for name in graph.modules if graph.is_module_squashed(name)} - sys.stdlib_module_names
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text("utf-8"))["project"]
+    declared = project["dependencies"] + project["optional-dependencies"]["deepspeed"]
+    names = {re.split("[<>= ]", requirement)[0] for requirement in declared}
+    distributions = packages_distributions()  # PyYAML contains yaml
+    assert {distributions.get(name, [name])[0].lower().replace("_", "-") for name in imported} == names
 
 
 def test_no_file_has_more_than_300_lines():
