@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -27,15 +26,16 @@ class Mirror(BaseHTTPRequestHandler):
     """Serves the pages `SENT`; otherwise 404."""
 
     SENT: ClassVar = {"/right": CONTENT, "/wrong": CONTENT[::-1], "/truncated": CONTENT[:-5000], "/hangs": b"label"}
+    hangs, released = threading.Event(), threading.Event()
 
     def do_GET(self):
         self.send_response(200 if self.path in self.SENT else 404)
         self.send_header("Content-Length", str(len(CONTENT)))
         self.end_headers()
         self.wfile.write(self.SENT.get(self.path, b""))
-        self.server.requests.put(self.path)
         if self.path == "/hangs":
-            self.server.released.wait(30)
+            self.hangs.set()
+            self.released.wait(30)
 
     def log_message(self, *_):
         pass
@@ -44,44 +44,37 @@ class Mirror(BaseHTTPRequestHandler):
 @pytest.fixture
 def mirror(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    Mirror.hangs.clear(), Mirror.released.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
-        server.requests, server.released = queue.SimpleQueue(), threading.Event()
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
-        server.released.set()
+        Mirror.released.set()
         server.shutdown()
 
 
 @pytest.fixture
 def output(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
     monkeypatch.setattr(download, "SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setattr(download, "DOWNLOADED_CSV", tmp_path / "data" / "reviews.csv")
+    (tmp_path / "data").mkdir()
     return download.DOWNLOADED_CSV
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Call `run(status, url)`: it returns what the program prints, which is one line."""
-
-    def run(status, url):
-        monkeypatch.setattr(sys, "argv", ["download", "--url", url])
-        assert run_program(download.main) == status
-        printed = capsys.readouterr()
-        (line,) = (printed.err if status else printed.out).splitlines()
-        return line
-
-    return run
+def run(url, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["download", "--url", url])
+    return run_program(download.main)
 
 
-def test_the_expected_file_is_downloaded_and_only_once(mirror, output, run):
-    for _ in range(2):
-        assert "downloaded and verified" in run(0, mirror.url + "/right")
+def test_the_expected_file_is_downloaded_and_only_once(mirror, output, monkeypatch, capsys):
+    assert run(mirror.url + "/right", monkeypatch) == 0
+    mirror.shutdown()
+    mirror.server_close()
+    assert run(mirror.url + "/right", monkeypatch) == 0
+    assert capsys.readouterr().out == f"{output}: downloaded and verified\n" * 2
     assert output.read_bytes() == CONTENT
     assert output.stat().st_mode & 0o777 == 0o644
     assert [*output.parent.iterdir()] == [output]
-    assert mirror.requests.qsize() == 1
 
 
 @pytest.mark.parametrize(
@@ -95,11 +88,11 @@ def test_the_expected_file_is_downloaded_and_only_once(mirror, output, run):
         *((url, "") for url in ("ftp://host/f", "file.csv", "", "http://", "http://[::1", "http://h:x/")),
     ],
 )
-def test_a_failed_download_is_one_line_and_leaves_nothing(mirror, output, run, monkeypatch, url, message):
+def test_a_failed_download_is_one_line_and_leaves_nothing(mirror, output, monkeypatch, capsys, url, message):
     monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.2)
-    line = run(1, url.replace("MIRROR", mirror.url))
-    assert re.search(message, line)
-    assert "use a mirror with --url" in line
+    assert run(url.replace("MIRROR", mirror.url), monkeypatch) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"{message}.*--url", line)
     assert list(output.parent.iterdir()) == []
 
 
@@ -115,7 +108,7 @@ def test_a_signal_during_a_download_leaves_no_file(mirror, output, number):
     )
     command = [sys.executable, "-c", start, "--url", mirror.url + "/hangs"]
     with subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True) as process:
-        mirror.requests.get(timeout=60)
+        assert Mirror.hangs.wait(60)
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130

@@ -1,15 +1,21 @@
-"""Cleaning reviews: what is missing, how rows are numbered, and which classes the labels form."""
+"""Reading reviews: files of every format, what is missing, the classes, the cache, and mistakes in files."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
+import os
+import socket
 from itertools import cycle, islice
 from pathlib import Path
+from unittest.mock import Mock
 
+import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from helpers.reviews import read_reviews
 from hypothesis import HealthCheck, given, settings
@@ -17,58 +23,121 @@ from hypothesis import strategies as st
 
 from app.common.errors import UserError
 from app.data import reviews as reviews_module
+from app.data.reviews import ReviewTable, clean
+from app.data.sources import open_sources
 from app.settings import Settings
 
 
+def rows_of(table: ReviewTable) -> list[tuple[str, str] | str]:
+    """Return the class and the text of each row of the file, or why it was dropped."""
+    rows = {}
+    for row, class_id, text in zip(table.rows.tolist(), table.labels, table.texts, strict=True):
+        rows[row] = (table.class_names[class_id], text)
+    for reason, dropped in table.dropped.items():
+        assert not rows.keys() & dropped, "a row is counted twice"
+        rows |= dict.fromkeys(dropped, reason)
+    return [rows.pop(i) for i in range(table.rows_read)]
+
+
+def parquet(labels: list[object]) -> bytes:
+    file = io.BytesIO()  # pandas would write NaN as a missing value
+    pyarrow.parquet.write_table(pa.table({"review": ["好"] * len(labels), "label": labels}), file)
+    return file.getvalue()
+
+
+WORDS = ["NA", "null", "None", "nan", "N/A", "-", "0", "=1+1"]  # pandas treats some of them as missing
+LONG = "差评𠮷😀" * csv.field_size_limit()  # longer than the module csv allows
+TRADITIONAL = "這間飯店的服務態度極為親切，環境乾淨"
+# Files that people have: a name, the content, and the rows.
+FILES = {
+    "other columns": (
+        *("rows.csv", "id,label,note,review\n7,1,,很好\n8,0,x,\n9,,y,没有标签\n10,0,z,很差\n"),
+        [("1", "很好"), "no review", "no label", ("0", "很差")],
+    ),
+    "equal names": ("rows.csv", "review,,,x,x,label\n好,a,b,c,d,5\n差,a,b,c,d,1\n", [("5", "好"), ("1", "差")]),
+    "whitespace": (
+        *("rows.csv", 'label,review,note\n1,a,x\n,\n0,"  \u3000\n"\n" ",b\n0\n"  "\n0,b\n,b\n'),
+        [("1", "a"), "no review", "no review", "no label", "no review", "no review", ("0", "b"), "no label"],
+    ),
+    "words": (
+        *("rows.csv", "label,review\n" + "".join(f"{word},{word}\n" for word in WORDS)),
+        list(zip(WORDS, WORDS, strict=True)),
+    ),
+    **{
+        encoding: (
+            *("rows.csv", f"label,review\n1,{TRADITIONAL}\n0,{LONG}\n".encode(encoding)),
+            [("1", TRADITIONAL), ("0", LONG)],
+        )
+        for encoding in ("utf-8", "utf-8-sig", "gb18030")
+    },
+    "numbers": ("rows.parquet", parquet([0.0, 1.0, float("nan")]), [("0", "好"), ("1", "好"), "no label"]),
+    "texts": ("rows.parquet", parquet(["x", None, "1"]), [("x", "好"), "no label", ("1", "好")]),
+    "booleans": ("rows.parquet", parquet([True, False]), [("True", "好"), ("False", "好")]),
+    "mixed": (
+        *("rows.jsonl", "".join(f'{{"review": "好", "label": {label}}}\n' for label in ("1", '"x"', "null"))),
+        [("1", "好"), ("x", "好"), "no label"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "rows"), FILES.values(), ids=FILES)
+def test_the_rows_of_a_file_and_which_of_them_are_dropped(tmp_path, name, content, rows):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert rows_of(read_reviews(path)) == rows
+
+
+# pandas infers the types of 10,000 rows at once, and labels may look like numbers in some of them only.
+ROWS = pd.DataFrame(
+    {
+        "label": ["007", "1"] * 5_000 + ["good"] * 8,
+        "review": ["000", "NA", "null", "1e5", "2024-01-01", "", None, '好 "a", 很好\nb', "c"] * 1_112,
+    }
+)
+
+
+def write(frame: pd.DataFrame, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix.lower() == ".parquet":
+        frame.to_parquet(path)
+    elif path.suffix in (".json", ".jsonl"):
+        frame.to_json(path, orient="records", lines=path.suffix == ".jsonl", force_ascii=False)
+    else:
+        frame.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+    os.utime(path, ns=(0, 0))  # always the same time, as `cp -p` may leave it
+
+
 @pytest.fixture
-def csv_file(tmp_path):
-    def write(content: str, encoding: str = "utf-8") -> Path:
-        path = tmp_path / "reviews.csv"
-        path.write_bytes(content.encode(encoding))
-        return path
-
-    return write
-
-
-# --- reading ---
+def lookup(monkeypatch):
+    """A look-up of other machines that fails, whatever the settings of `datasets` in this environment."""
+    lookup = Mock(side_effect=OSError("no network"))
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    return lookup
 
 
-def test_reading_returns_texts_classes_rows_and_the_file_hash(csv_file):
-    path = csv_file("id,label,note,review\n7,1,,很好\n8,0,x,\n9,,y,没有标签\n10,0,z,很差\n")
-    reviews = read_reviews(path)
-    assert (reviews.rows_read, reviews.class_names) == (4, ("0", "1"))
-    assert reviews.dropped == {"no review": [1], "no label": [2]}
-    assert reviews.texts.to_dict() == {0: "很好", 1: "很差"}
-    assert (reviews.rows.tolist(), reviews.labels.tolist()) == ([0, 3], [1, 0])
-    assert reviews.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+FORMATS = ["rows.csv", "rows.jsonl", "rows.json", "rows.parquet", "ROWS.Parquet", "[ab]*.jsonl"]
+FORMATS += [f"data/train-{{}}.{ending}" for ending in ("csv", "csv.gz", "tsv", "jsonl", "parquet")]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030"])
-def test_encodings(csv_file, encoding):
-    # The second text is longer than the module csv allows.
-    texts = ["這間飯店的服務態度極為親切，環境乾淨", "差评𠮷😀" * csv.field_size_limit()]
-    table = read_reviews(csv_file(f"label,review\n1,{texts[0]}\n0,{texts[1]}\n", encoding))
-    assert (table.texts.tolist(), table.labels.tolist()) == (texts, [1, 0])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_same_rows_are_the_same_table_in_any_format_and_changed_ones_are_read_again(tmp_path, lookup, name):
+    path = tmp_path / name
+    flags = {"dataset_name": str(path.parent)} if "/" in name else {"csv": str(path)}
+    for frame in (ROWS, ROWS.replace({"review": {"NA": "zw"}})):
+        for i, part in enumerate((frame[:6], frame[6:]) if "{}" in name else (frame,)):
+            write(part, path.with_name(path.name.format(i)))
+        expected = [(label, text) if text else "no review" for label, text in frame.fillna("").itertuples(index=False)]
+        for cache in (tmp_path / "cache", tmp_path / "cache", None):
+            table = clean(open_sources(Settings(**flags), cache))
+            assert rows_of(table) == expected
+            assert table.class_names == ("007", "1", "good")
+            assert table.sha256 == hashlib.sha256(frame.to_csv(index=False).encode()).hexdigest()
+    lookup.assert_not_called()
 
 
-def test_other_columns_are_chosen_by_name_and_only_these_need_unique_names(csv_file):
-    path = csv_file("text,,,x,x,stars\n好,a,b,c,d,5\n差,a,b,c,d,1\n")
-    table = read_reviews(path, text_column="text", label_column="stars")
-    assert (table.texts.tolist(), table.class_names, table.labels.tolist()) == (["好", "差"], ("1", "5"), [1, 0])
-
-
-def test_strings_that_pandas_treats_as_missing_are_reviews_and_labels(csv_file):
-    words = ["NA", "null", "None", "nan", "N/A", "-", "0", "=1+1"]
-    table = read_reviews(csv_file("label,review\n" + "".join(f"{word},{word}\n" for word in words)))
-    assert table.dropped == {}
-    assert [table.class_names[label] for label in table.labels] == table.texts.tolist() == words
-
-
-def test_whitespace_and_fields_that_are_not_there_count_as_missing_and_a_row_that_lacks_both_is_counted_once(csv_file):
-    table = read_reviews(csv_file('label,review,note\n1,a,x\n,\n0,"  \u3000\n"\n" ",b\n0\n"  "\n0,b\n,b\n'))
-    assert table.dropped == {"no review": [1, 2, 4, 5], "no label": [3, 7]}
-    assert table.rows.tolist() == [0, 6]
-
+# ---- any content -----------------------------------------------------------------------------------------------------
 
 # Any character that a text in a CSV may have.
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
@@ -77,17 +146,12 @@ TEXTS = st.text(st.sampled_from(',"\r\n \t') | CHARACTERS, min_size=1, max_size=
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=20), line_end=st.sampled_from(["\r\n", "\n"]))
-def test_files_written_by_csv_writer_are_read_back_to_the_letter(tmp_path, texts, line_end):
-    path = tmp_path / "reviews.csv"
-    labels = list(islice(cycle(["好", "a,b", 'say "x"', "1\n2"]), len(texts)))
+def test_what_pandas_writes_is_read_back_to_the_letter(tmp_path, texts, line_end):
+    frame = pd.DataFrame({"label": list(islice(cycle(["好", "a,b", 'say "x"', "1\n2"]), len(texts))), "review": texts})
     # With "\n" as the line end, the writer would leave a bare "\r" unquoted.
     quoting = csv.QUOTE_MINIMAL if line_end == "\r\n" else csv.QUOTE_ALL
-    with path.open("w", encoding="utf-8", newline="") as file:
-        rows = [("label", "review"), *zip(labels, texts, strict=True)]
-        csv.writer(file, lineterminator=line_end, quoting=quoting).writerows(rows)
-    table = read_reviews(path)
-    assert table.texts.tolist() == texts
-    assert [table.class_names[label] for label in table.labels] == labels
+    frame.to_csv(tmp_path / "rows.csv", index=False, lineterminator=line_end, quoting=quoting)
+    assert rows_of(read_reviews(tmp_path / "rows.csv")) == [*frame.itertuples(index=False, name=None)]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -104,11 +168,10 @@ def test_any_accepted_file_has_the_row_numbers_and_texts_of_pandas(tmp_path, sta
     except UserError as error:
         assert len(str(error).splitlines()) == 1  # noqa: PT017
         return
-    with path.open(encoding="utf-8", newline="") as file:
-        plain = pd.read_csv(file, dtype=str)
-    assert table.rows_read == len(plain)
+    plain = pd.read_csv(io.BytesIO(path.read_bytes()), dtype=str)
     assert plain["review"].loc[table.rows].tolist() == table.texts.tolist()
-    assert sorted([*table.rows, *(row for rows in table.dropped.values() for row in rows)]) == list(range(len(plain)))
+    assert len(rows_of(table)) == len(plain)
+    assert table.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "gb18030"])
@@ -122,7 +185,7 @@ def test_the_real_file_is_that_of_pandas_in_every_encoding(real_csv, tmp_path, e
     assert plain["label"].tolist() == table.labels.tolist()
 
 
-# --- classes ---
+# ---- classes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,32 +201,35 @@ def test_the_real_file_is_that_of_pandas_in_every_encoding(real_csv, tmp_path, e
         (["9" * 5000, "1"], ("1", "9" * 5000), [1, 0]),
     ],
 )
-def test_class_names_are_sorted_and_integers_normalized(csv_file, labels, names, ids):
-    table = read_reviews(csv_file("label,review\n" + "".join(f"{label},评\n" for label in labels)))
+def test_class_names_are_sorted_and_integers_normalized(tmp_path, labels, names, ids):
+    path = tmp_path / "rows.csv"
+    path.write_text("label,review\n" + "".join(f"{label},评\n" for label in labels), "utf-8")
+    table = read_reviews(path)
     assert (table.class_names, table.labels.tolist()) == (names, ids)
 
 
-def test_classes_get_other_names_in_the_order_of_the_labels(csv_file):
-    path = csv_file("label,review\n1,很好\n0,很差\n1.0,好\n")
-    table = read_reviews(path, label_names="1=positive, 0 = negative")
+def test_classes_get_other_names_in_the_order_of_the_labels(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("stars,text\n1,很好\n0,很差\n1.0,好\n", "utf-8")
+    table = read_reviews(path, "text", "stars", label_names="1=positive, 0 = negative")
     assert (table.class_names, table.labels.tolist()) == (("negative", "positive"), [1, 0, 1])
-    assert read_reviews(path, label_names="1=positive").class_names == ("0", "positive")
+    assert read_reviews(path, "text", "stars", label_names="1=positive").class_names == ("0", "positive")
     for names in ("2=a", "0=a,1=a", "0=1"):  # of other classes, or equal ones
         with pytest.raises(UserError, match="--label_names: must give different names to classes of"):
-            read_reviews(path, label_names=names)
+            read_reviews(path, "text", "stars", label_names=names)
     for names in ("0", "=a", "0=", "0=a,0=b", "0=a,", ","):
         with pytest.raises(UserError, match="--label_names"):
             Settings(label_names=names)
 
 
-# --- some of the rows ---
+# ---- tables larger than the memory -----------------------------------------------------------------------------------
 
 
 @given(rows=st.sets(st.integers(0, 49)), at_most=st.integers(1, 60))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
-def test_reviews_of_some_positions_and_a_sample_of_them_at_equal_distances(csv_file, rows, at_most):
-    # Every other row is dropped.
-    path = csv_file("label,review\n" + "".join(f"{i % 2},\n{i % 2},评{i}\n" for i in range(50)))
+def test_reviews_of_some_positions_and_a_sample_of_them_at_equal_distances(tmp_path, rows, at_most):
+    path = tmp_path / "rows.csv"  # in which every other row is dropped
+    path.write_text("label,review\n" + "".join(f"{i % 2},\n{i % 2},评{i}\n" for i in range(50)), "utf-8")
     table, positions = read_reviews(path), np.array(sorted(rows), dtype=np.int64)
     assert table.texts_of(positions).tolist() == [f"评{i}" for i in positions]
     with pytest.MonkeyPatch.context() as patch:
@@ -171,3 +237,70 @@ def test_reviews_of_some_positions_and_a_sample_of_them_at_equal_distances(csv_f
         sample = [positions.tolist().index(int(text[1:])) for text in table.sample_texts(positions)]
     assert min(at_most, len(rows)) / 2 <= len(sample) <= at_most
     assert len(set(np.diff(sample))) <= 1
+
+
+def test_cached_reviews_are_mapped_not_copied(review_csv, tmp_path):
+    path, cache = review_csv(2_000), tmp_path / "cache"
+    path.write_text(path.read_text("utf-8").replace("\n", "\n1,\n", 1), "utf-8")  # a row that is dropped
+    read_reviews(path, cache_dir=cache)
+    before = pa.total_allocated_bytes()
+    table = read_reviews(path, cache_dir=cache)
+    assert (len(table), table.dropped) == (2_000, {"no review": [0]})
+    assert table.texts_of(np.arange(0, 2_000, 100)).tolist() == table.texts.tolist()[::100]
+    assert pa.total_allocated_bytes() - before < len("".join(table.texts)) / 2
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+GOOD = "label,review\n1,很好\n0,很差\n"
+LINE = '{"review": "a", "label": 1}\n'
+# tests/launched/test_user_mistakes.py has the plainest ones: files that are missing, empty, cut off or binary.
+MISTAKES = [
+    ("rows.csv", "label,review\r\n\r\n \n", "has no rows"),
+    ("rows.csv", "label,review\n1,\n,好\n0, \n", "('review') and a label ('label'): 2 with no review, 1"),
+    ("rows.csv", 'label,"a\nb"\n1,x\n', r"no column 'review'; the file has 'label', 'a\nb' "),
+    ("rows.csv", "review,stars\na,1\nb,0\n", "no column 'label'; the file has 'review', 'stars' "),
+    ("rows.csv", "label,review\n1,a\n1.0,b\n", "column 'label' has only one class, '1'"),
+    ("rows.csv", 'label,review\n1,a\n0,"b\n1,c\n', "row 2"),
+    ("rows.csv", "label,review\n1,a,b\n0,b,c\n", "Length of header"),
+    ("rows.csv", "label,review\n1,a,\n0,b,\n", "Length of header"),
+    ("rows.csv", 'label,review\n1,"a\nb"\n\n0,b,c\n', "line 4"),
+    ("rows.csv", "label,review\n" + "1,a\n0,b\n" * 10_000 + "0,b,c\n", "line 20002"),
+    ("rows.csv", GOOD.encode("utf-16"), "is neither UTF-8 nor GB18030"),
+    ("rows.csv", GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1], "is neither UTF-8 nor GB18030"),
+    ("rows.jsonl", LINE + '{"review": "b", label: 0}\n', "row 1"),
+    ("rows.jsonl", LINE + "\n[1]\n", "row 1"),
+    ("rows.jsonl", LINE.encode() + b'{"review": "\xff", "label": 0}\n', "column 'review'"),
+    ("rows.jsonl", LINE + '{"review": "\\ud800", "label": 0}\n', "JSON parse error"),
+    ("rows.jsonl", "", "has no rows"),
+    ("rows.jsonl", "{}\n{}\n", "has no rows"),
+    ("rows.jsonl", '{"review": ["a"], "label": 1}\n', "row 0, column 'review'"),
+    ("rows.json", "[" + LINE, "array value"),
+    ("rows.json", "[]\n", "has no rows"),
+    ("rows.parquet", ROWS.to_parquet()[:-20], "parquet file"),  # cut off
+    ("rows.parquet", ROWS[:0].to_parquet(), "BatchSize"),
+    # The test rows of good training rows.
+    ("test.csv", "label,review\n0,a\n7,b\n", "row 1: label '7' is not a class of"),
+    ("test.csv", "stars,review\n0,a\n", "no column 'label'; the file has 'stars', 'review'"),
+    ("test.csv", "label,review\n", "has no rows"),
+    ("test.csv", "label,review\n1,\n", "no row has both a review ('review') and a label"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), MISTAKES)
+def test_what_is_wrong_with_a_file_is_one_line(tmp_path, name, content, message):
+    path, good = tmp_path / name, tmp_path / "good.csv"
+    good.write_text(GOOD, "utf-8")
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    flags = {"csv": str(good), "test_file": str(path)} if path.stem == "test" else {"csv": str(path)}
+    with pytest.raises(UserError) as caught:
+        clean(open_sources(Settings(**flags), tmp_path / "cache"))
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_pipe_is_rejected_because_opening_it_would_wait_forever(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: is not a regular file"):
+        read_reviews(tmp_path / "pipe")

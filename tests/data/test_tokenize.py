@@ -58,13 +58,17 @@ def test_special_tokens_in_reviews_are_split_if_the_tokenizer_says_so_despite_th
         assert rows["input_ids"][0].count(tokenizer.sep_token_id) == separators
 
 
-@pytest.mark.parametrize("options", ["size=64k", "ro"])
-def test_a_full_or_read_only_cache_folder_is_reported(review_csv, mount, options):
-    table = read_reviews(review_csv(5_000))
+@pytest.mark.parametrize(
+    ("options", "reason"), [("size=64k", "No space left on device"), ("ro", "Read-only file system")]
+)
+def test_a_full_or_read_only_cache_folder_is_reported(review_csv, mount, options, reason):
     cache = mount(options)
-    with pytest.raises(UserError, match=r"--cache_dir .*be written: (No space left on device|Read-only)"):
+    with pytest.raises(UserError, match=reason):
+        read_reviews(review_csv(5_000), cache_dir=cache)
+    table = read_reviews(review_csv(5_000))
+    with pytest.raises(UserError, match=f"--cache_dir .*be written: {reason}"):
         tokenize(table, learn_tokenizer(table.texts[:100], 8_000), 64, cache_dir=cache)
-    assert list(cache.iterdir()) == []
+    assert [*cache.rglob("*.arrow"), *cache.glob("*tokens*")] == []
 
 
 def test_a_read_only_cache_folder_is_usable_if_it_has_the_tokens(review_csv, mount):
