@@ -11,7 +11,7 @@ from torch import nn
 
 from app.distributed.world import Topology
 from app.plan.memory import RankMemory, gathered_after_forward, plan_memory
-from app.settings import SHARDED, WRAPPED_IN_DDP
+from app.settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP
 
 MODEL = Shapes([(10, 4), (6, 4), (2, 4), (4,), (2,)])
 ELEMENTS = 40 + 24 + 8 + 4 + 2
@@ -40,27 +40,16 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
     model = Shapes([(4, 4), (2, 4)])
     model.weights[0].requires_grad_(False)
     assert memory_of(model, "ddp", 1) == [RankMemory(4 * 24, 4 * 8, 8 * 8)]
-    for shard in memory_of(model, "zero3"):
-        assert (shard.parameters, shard.gradients, shard.optimizer) == (4 * 12, 4 * 4, 8 * 4)
+    shard, other = memory_of(model, "zero3")
+    assert shard == other
+    assert (shard.parameters, shard.gradients, shard.optimizer) == (4 * 12, 4 * 4, 8 * 4)
 
 
 # ---- what a step needs besides them ---------------------------------------------------------------------------------
 
 
-def test_a_sharded_strategy_gathers_all_parameters_or_some_blocks():
-    for strategy, size in {"ddp": 0, "zero1": 0, "zero2": 4 * 77, "zero3": 4 * 11}.items():
-        assert gathered_after_forward(plan_of(BLOCKS, strategy, Topology(2, 2))) == size
-        if strategy in SHARDED:
-            in_bf16 = plan_of(BLOCKS, strategy, Topology(2, 2), precision="bf16", param_dtype="bf16")
-            assert gathered_after_forward(in_bf16) == size // 2
-    zero2, zero3 = (memory_of(BLOCKS, strategy)[0] for strategy in ("zero2", "zero3"))
-    assert zero2.gathered == 4 * 77
-    assert zero3.gathered == 4 * (32 + 24 + 8 + 3), "the two largest blocks, and the rest"
-    assert zero3.exchange == 3 * 4 * 32
-
-
 @pytest.mark.parametrize(
-    ("param_dtype", "reduce_dtype", "gathered", "exchange", "sums"),
+    ("param_dtype", "reduce_dtype", "width", "exchange", "sums"),
     [
         # The gradients of the largest block, the copy that FSDP2 makes in fp32, its rounded copy, and what is received.
         ("fp32", "fp32", 4, 4 + 4 + 4, 4),
@@ -69,17 +58,19 @@ def test_a_sharded_strategy_gathers_all_parameters_or_some_blocks():
         ("bf16", "bf16", 2, 2 + 4 + 2 + 2, 2),
     ],
 )
-def test_parameters_and_gradients_in_bf16_need_half_the_memory_for_a_time(
-    param_dtype, reduce_dtype, gathered, exchange, sums
-):
+def test_a_sharded_strategy_gathers_all_parameters_or_some_blocks(param_dtype, reduce_dtype, width, exchange, sums):
     dtypes = {"precision": "bf16", "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    narrow = memory_of(BLOCKS, "zero2", per_rank=2, **dtypes)[0]
-    assert (narrow.gathered, narrow.exchange) == (gathered * 77, exchange * 32)
-    assert narrow.partial_sums == sums * narrow.gradients // 4
-    assert narrow.state == memory_of(BLOCKS, "zero2")[0].state, "shards stay in fp32"
+    # ZeRO-3 gathers the two largest blocks, and the rest, which alone remains after the forward pass.
+    for strategy, gathered, remaining in (("zero2", 77, 77), ("zero3", 32 + 24 + 8 + 3, 8 + 3)):
+        plan = plan_of(BLOCKS, strategy, Topology(2, 2), per_rank=2, **dtypes)
+        memory = plan_memory(plan)[0]
+        assert (memory.gathered, gathered_after_forward(plan)) == (width * gathered, width * remaining)
+        assert (memory.exchange, memory.partial_sums) == (exchange * 32, sums * memory.gradients // 4)
+        assert memory.state == memory_of(BLOCKS, strategy)[0].state, "shards stay in fp32"
+    assert gathered_after_forward(plan_of(BLOCKS, "zero1", Topology(2, 2))) == 0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_of_logical_ranks_and_micro_batches_add_up_beside_the_others(strategy):
     plain = memory_of(MODEL, strategy)[0]
     assert (plain.partial_sums, plain.accumulated) == (0, 0)
