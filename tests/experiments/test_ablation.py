@@ -9,10 +9,8 @@ import pandas as pd
 import pytest
 import torch
 from helpers.marks import slow_after
-from hypothesis import given
-from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
 
-from app.data.sampler import plan_batches
 from app.experiments.ablation import Outcome, as_markdown, compare, records, summarize, train_variant
 from app.experiments.variants import (
     BASELINE,
@@ -49,11 +47,11 @@ def test_averaged_parameters_are_compared_with_the_averaged_gradients_of_the_sam
         assert found == (0.0, 0.0, "constant")
 
 
-@given(st.integers(8, 99))
-def test_padded_shards_contain_each_row_once_and_the_first_rows_again(n):
-    rows = np.arange(n)
-    padded = count_rows(rows, Variant(counted="padded shards"), 2)
-    assert sorted(padded) == sorted([*rows, *rows[: -n % PADDED_RANKS]])
+@pytest.mark.parametrize("n", [8, 9, 99])
+def test_padded_shards_are_those_of_distributed_sampler(n):
+    shards = [DistributedSampler(range(n), PADDED_RANKS, rank, shuffle=False) for rank in range(PADDED_RANKS)]
+    padded = count_rows(np.arange(n), Variant(counted="padded shards"), 2)
+    assert sorted(padded) == sorted(row for shard in shards for row in shard)
 
 
 def outcome(losses, correct, weights=(3.0, 4.0)):
@@ -99,32 +97,37 @@ def test_what_is_unknown_is_blank_in_the_table_and_null_in_the_file():
     assert (record["max_loss_difference"], record["low"]) == (None, None)
 
 
+class Small:
+    """Trainings of 2 ranks, with 3 steps in each of 3 epochs, without dropout."""
+
+    def __init__(self, csv, cache, world) -> None:
+        flags = {"csv": str(csv), "cache_dir": str(cache), "threads": 1, "max_length": 16, "train_batch_size": 16}
+        self.settings = variant_settings(Settings(**flags, num_train_epochs=3, learning_rate=1e-3), BASELINE, 2)
+        self.data, self.world = build_data(self.settings, world), world
+        assert (self.data.plan.steps_per_epoch, self.data.plan.epochs) == (3, 3)
+
+    def rows(self, rows):
+        """Return the rows of each step: `small.rows("divided")`."""
+        return rows_of_steps(self.settings, Variant(rows=rows), self.data)
+
+    def train(self, *variants, **changes):
+        settings = replace(self.settings, **changes)
+        return [train_variant(settings, variant, self.data, ranks=2, world=self.world) for variant in variants]
+
+
 @pytest.fixture
 def small(world, review_csv, tmp_path):
-    """Settings of 2 ranks, and the data with the plan of 3 steps in each of 3 epochs, without dropout."""
-    flags = {"csv": str(review_csv(60)), "cache_dir": str(tmp_path / "cache"), "threads": 1, "max_length": 16}
-    flags |= {"train_batch_size": 16, "num_train_epochs": 3, "learning_rate": 1e-3}
-    settings = variant_settings(Settings(**flags), BASELINE, 2)
-    data = build_data(settings, world)
-    assert (data.plan.steps_per_epoch, data.plan.epochs) == (3, 3)
-    return settings, data
+    return Small(review_csv(60), tmp_path / "cache", world)
 
 
-@pytest.fixture
-def rows_of(small):
-    """A function that returns the rows of each step: `rows_of("divided")`."""
-    settings, data = small
-    return lambda rows: rows_of_steps(settings, Variant(rows=rows), data)
-
-
-def test_forgetting_set_epoch_repeats_the_order_of_the_first_epoch(rows_of):
-    ours, theirs = rows_of("divided"), rows_of("same order in each epoch")
+def test_forgetting_set_epoch_repeats_the_order_of_the_first_epoch(small):
+    ours, theirs = small.rows("divided"), small.rows("same order in each epoch")
     assert np.array_equal(theirs, np.tile(ours[:3], (3, 1)))
     assert not np.array_equal(ours[3:6], ours[:3])
 
 
-def test_without_a_sampler_each_rank_trains_on_all_rows_and_an_epoch_takes_twice_the_steps(small, rows_of):
-    train, rows = small[1].split.train, rows_of("same on each rank")
+def test_without_a_sampler_each_rank_trains_on_all_rows_and_an_epoch_takes_twice_the_steps(small):
+    train, rows = small.data.split.train, small.rows("same on each rank")
     assert np.array_equal(rows[:, :8], rows[:, 8:])
     assert len(rows) == 3 * (len(train) // 8) == 3 * 6
     for epoch in np.split(rows[:, :8].ravel(), 3):
@@ -132,38 +135,25 @@ def test_without_a_sampler_each_rank_trains_on_all_rows_and_an_epoch_takes_twice
         assert set(epoch) <= set(train)
 
 
-def test_the_ranks_own_splits_train_on_rows_that_rank_0_tests(small, rows_of):
-    test, ours, theirs = small[1].split.test, rows_of("divided"), rows_of("own split of each rank")
+def test_the_ranks_own_splits_train_on_rows_that_rank_0_tests(small):
+    test, ours, theirs = small.data.split.test, small.rows("divided"), small.rows("own split of each rank")
     assert not np.isin(test, ours).any()
     assert np.array_equal(ours[:, :8], theirs[:, :8]), "rank 0 has the baseline's split"
     assert np.isin(test, theirs[:, 8:]).any(), "rank 1 trains on test rows of rank 0"
-
-
-def train(settings, variant, data, world):
-    return train_variant(settings, variant, data, ranks=2, world=world)
+    trained = small.train(BASELINE, Variant(rows="own split of each rank"))
+    assert [outcome.trained_test_rows for outcome in trained] == [0, np.isin(test, theirs).mean()]
+    assert trained[0].losses[0] != trained[1].losses[0]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "is_equal"), slow_after(1, [("Adam, not clipped", False), ("SGD", True), ("SGD with momentum", True)])
 )
 def test_averaging_parameters_after_each_step_is_averaging_gradients_if_the_optimizer_is_linear_in_them(
-    small, world, optimizer, is_equal
+    small, optimizer, is_equal
 ):
-    settings, data = small
-    settings = replace(settings, gradient_accumulation_steps=2, max_steps=12)
     baseline = Variant(optimizer=optimizer)
     variant = replace(baseline, averaged="parameters")
-    effect = compare(*(train(settings, v, data, world) for v in (baseline, variant)), variant, ranks=2)
+    effect = compare(*small.train(baseline, variant, gradient_accumulation_steps=2, max_steps=12), variant, ranks=2)
     # Rounding errors of fp32 are about 6e-8 per step.
     assert (effect["final_weight_difference"] < 1e-6) == is_equal, effect
     assert is_equal or effect["final_weight_difference"] > 1e-3
-
-
-def test_the_share_of_test_rows_that_were_trained_on_is_measured(small, world):
-    settings, data = small
-    settings = replace(settings, max_steps=2)
-    variant = Variant(rows="own split of each rank")
-    rows = rows_of_steps(settings, variant, replace(data, plan=plan_batches(settings, len(data.split.train), 1)))
-    ours, theirs = (train(settings, v, data, world) for v in (BASELINE, variant))
-    assert (ours.trained_test_rows, theirs.trained_test_rows) == (0, np.isin(data.split.test, rows).mean())
-    assert ours.losses[0] != theirs.losses[0]
