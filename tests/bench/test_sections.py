@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-import torch.distributed as dist
-from helpers.marks import slow_after
 from helpers.worlds import batch_plan, fake_world
 
 from app.bench import ladder, sections
 from app.bench.communication import MEASURE
 from app.bench.sections import SYNC_EVERY, in_one_level
 from app.bench.steps import plain_ddp, time_steps
+from app.bench.traffic import CountCollectives
 from app.common.errors import AgreedError
 from app.distributed.world import RankGroup
 from app.profiling.breakdown import CATEGORIES
@@ -60,21 +58,20 @@ def variants_of(monkeypatch, make_lab):
     return run
 
 
-@pytest.mark.parametrize("name", slow_after(1, NAMES))
-def test_a_section_compares_every_variant_with_the_first(make_lab, name):
+def test_a_section_compares_every_variant_with_the_first(make_lab):
+    """tests/launched/test_commands.py measures all sections on two ranks."""
     lab = make_lab(model=TINY_BERT)
-    MEASURE[name](lab)
+    sections.no_sync(lab)
     seconds = lab.page.numbers["seconds"]
-    assert list(seconds) == NAMES[name]
+    assert list(seconds) == NAMES["no_sync"]
     assert min(map(min, seconds.values())) > 0
     rows = [[cell.strip() for cell in row.split("|")] for row in lab.page.text[-1].splitlines()[2:]]
-    assert [row[1] for row in rows] == NAMES[name]
+    assert [row[1] for row in rows] == NAMES["no_sync"]
     assert rows[0][3:6] == ["1.000"] * 3
 
 
-@pytest.mark.parametrize("strategy", slow_after(1, ["zero3", "ddp"]))
-def test_the_breakdown_adds_up_to_the_step(make_lab, strategy):
-    lab = make_lab(strategy=strategy)
+def test_the_breakdown_adds_up_to_the_step(make_lab):
+    lab = make_lab(strategy="zero3")
     sections.breakdown(lab)
     parts = lab.page.numbers["milliseconds"]
     assert sum(parts[name] for name in CATEGORIES) == pytest.approx(parts["step"])
@@ -114,23 +111,18 @@ def test_only_possible_numbers_of_logical_ranks_are_compared(variants_of, ranks,
 
 
 @pytest.mark.parametrize(("mib", "exchanged"), [(None, []), (0, [4, 3, 2]), (math.inf, [9]), (7 * 4 / 2**20, [7, 2])])
-def test_the_ladder_averages_gradients_in_buffers_of_the_given_size(monkeypatch, mib, exchanged):
-    sizes = []
-
-    def double(tensor, async_op=False):  # the other rank has the same gradients
-        sizes.append(tensor.numel())
-        tensor.mul_(2)
-        return SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(dist, "all_reduce", double)
-    strategy = ladder.ExchangeAfterBackward(Settings(), batch_plan(2, accumulation=2), fake_world(0, 2), mib=mib)
+def test_the_ladder_exchanges_gradients_after_the_last_backward_pass_in_buffers_of_the_given_size(
+    world, mib, exchanged
+):
+    """tests/launched/test_commands.py compares the losses of two ranks with those of DDP."""
+    of_two = replace(world, size=2)
+    strategy = ladder.ExchangeAfterBackward(Settings(), batch_plan(1, accumulation=2), of_two, mib=mib)
     model = strategy.wrap(torch.nn.ParameterList([torch.ones(n) for n in (2, 3, 4)]))
-    for number in range(2):
-        with strategy.accumulate(model, number):
-            assert sizes == [], "only after the last backward pass"
+    for number, expected in enumerate(([], exchanged)):
+        with CountCollectives(world.topology) as mode, strategy.accumulate(model, number):
             sum(parameter.sum() for parameter in model).backward()
-    assert sizes == exchanged
-    assert {value for parameter in model for value in parameter.grad.tolist()} == {1 if mib is None else 2}
+        assert [size // 4 for _, size, _ in mode.counts] == expected
+    assert {value for parameter in model for value in parameter.grad.tolist()} == {1}, "half of two backward passes"
 
 
 def test_the_sum_in_one_level_ignores_nodes():
