@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -142,19 +142,14 @@ def test_the_files_are_tensors_and_numbers_neither_code_nor_random_states(saved)
 
 # ---- several ranks: a state moves between layouts -------------------------------------------------------------------
 
-LAYOUTS: list[Layout] = [("ddp", 1), ("ddp", 2), ("zero1", 2), ("zero1", 3), ("zero2", 2), ("zero2", 3)]
+LAYOUTS: list[Layout] = [("ddp", 1), ("ddp", 2), ("zero1", 2), ("zero1", 3), ("zero2", 2)]
 LAYOUTS += [("zero3", 2), ("zero3", 4), ("zero3", 7)]  # 7 ranks are more than a parameter has rows
-# A walk in which each layout is loaded from the files of each other one, and of its own, once (a de Bruijn sequence).
-WALK = [
-    layout
-    for number, first in enumerate(LAYOUTS)
-    for layout in (first, *(one for other in LAYOUTS[number + 1 :] for one in (first, other)))
-]
+# Each layout is loaded from the files of each one. At the end, one file has everything.
+WALK = [*(layout for pair in product(LAYOUTS, LAYOUTS) for layout in pair), ("ddp", 1)]
 
 
 def test_a_state_is_the_same_after_each_pair_of_strategies_and_numbers_of_ranks(tmp_path):
     """Loading and saving send nothing, so the ranks can do it one after another."""
-    assert len({*pairwise([*WALK, WALK[0]])}) == len(LAYOUTS) ** 2
     with process_group_of(0, 1) as world:  # in fp64, so that a value that is rounded on the way is noticed
         training = new_state(("ddp", 1), world, seed=0, dtype=torch.float64)
         train(training, 0, 3)
@@ -171,7 +166,7 @@ def test_a_state_is_the_same_after_each_pair_of_strategies_and_numbers_of_ranks(
             return target / state.save(target)[0]
 
     source = tmp_path
-    for number, layout in enumerate([*WALK[1:], WALK[0]]):
+    for number, layout in enumerate(WALK):
         folder = tmp_path / str(number)
         folder.mkdir()
         for rank in range(layout[1]):

@@ -9,7 +9,6 @@ import torch
 from helpers.worlds import fake_world
 
 from app.checkpoint.resume import Resume
-from app.common.errors import UserError
 from app.data.sampler import plan_batches
 from app.settings import Settings
 from app.training import prepare
@@ -38,6 +37,7 @@ CASES = {
     "a new run has one logical rank per process": ({"train_batch_size": 48}, {}, 3, (48, 3, 2)),
     "a resumed run keeps those of the run so far": ({"train_batch_size": 48}, recorded(), 1, (48, 2, 3)),
     "also with more processes": ({"train_batch_size": 48}, recorded(logical_ranks=8), 4, (48, 8, 3)),
+    # tests/launched/test_user_mistakes.py starts one rank with three.
     "three are possible": ({"train_batch_size": 48}, recorded(logical_ranks=3), 3, (48, 3, 3)),
     "requested ones are kept": ({"logical_ranks": 8, "threads": 2}, recorded(), 2, (32, 8, 2)),
     "the same batch per rank is the same global batch": (PER_DEVICE_16, PER_DEVICE, 1, (32, 4, 3)),
@@ -56,9 +56,3 @@ def test_a_run_has_the_batches_and_threads_of_the_run_so_far(requested, before, 
     adopted = {"logical_ranks", "train_batch_size", "per_device_train_batch_size"}
     unchanged = settings.as_dict().items() - Settings(**requested).as_dict().items()
     assert {name for name, _ in unchanged} <= adopted
-
-
-def test_three_logical_ranks_need_three_ranks():
-    settings = restore_settings(Settings(train_batch_size=48), Resume(recorded=recorded(logical_ranks=3)), fake_world())
-    with pytest.raises(UserError, match=r"--logical_ranks 3 .*cannot be divided among 1 rank.*: start 3 rank"):
-        plan_batches(settings, 1_000, 1)
