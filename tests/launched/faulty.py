@@ -1,4 +1,4 @@
-"""A training program with a fault that occurs at an exact moment: `faulty.py ddp_loop kill [flags]`.
+"""A training program with a fault: `faulty.py ddp_loop fill_disk [flags]`.
 
 Faults are injected through hooks of PyTorch, transformers and Python, so that they depend on no function of `app`. They
 take what else they need from environment variables.
@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
+import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -84,6 +85,23 @@ def terminate_at_model() -> None:
         return save(*arguments, **named)
 
     transformers.PreTrainedModel.save_pretrained = terminate_first  # type: ignore[assignment]
+
+
+def simulate_gpus() -> None:
+    """Give the node of each rank as many GPUs as GPUS lists. Their memory is full: a process that starts CUDA fails.
+
+    The rank UNKNOWN_FLAG_ON gets a flag that no program has.
+    """
+
+    def no_context() -> NoReturn:
+        raise RuntimeError("CUDA error: out of memory")
+
+    gpus = int(os.environ["GPUS"].split(",")[int(RANK)])
+    torch.cuda.is_available = lambda: gpus > 0
+    torch.cuda.device_count = lambda: gpus
+    torch.cuda._lazy_init = no_context
+    if os.environ.get("UNKNOWN_FLAG_ON") == RANK:
+        sys.argv += ["--lerning_rate", "1"]
 
 
 if __name__ == "__main__":

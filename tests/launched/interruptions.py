@@ -20,6 +20,7 @@ SIGNALS = {  # the number, and the processes that get it
     "SIGINT to torchrun": (signal.SIGINT, ["torchrun"]),
     "SIGUSR1 to torchrun": (signal.SIGUSR1, ["torchrun"]),
     "SIGTERM to torchrun and all ranks": (signal.SIGTERM, ["torchrun", "rank 0", "rank 1"]),  # as Slurm does
+    "SIGTERM in an evaluation": (signal.SIGTERM, []),  # which a rank sends itself
 }
 # A node is lost if it has been silent for 5 s. The others then wait up to 5 s for more nodes.
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
@@ -28,8 +29,9 @@ RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5
 def stop(path: str, flags: Sequence[str], run: Path, interruption: str) -> int:
     """Start a run on two ranks and send it signals. Return the step after which all ranks have saved and stopped."""
     number, targets = SIGNALS[interruption]
-    with Job(path, *flags, *COMMON, f"--output_dir={run}", cwd=run.parent) as job:
-        job.wait_for(lambda: count_steps(run) >= 5)
+    program = [path] if targets else [FAULTY, path, "signal_in_evaluation"]
+    with Job(*program, *flags, *COMMON, f"--output_dir={run}", cwd=run.parent, SIGNAL=number.name) as job:
+        job.wait_for(lambda: count_steps(run) >= (5 if targets else 1))
         processes = {f"rank {rank}": job.rank(rank) for rank in range(2)} | {"torchrun": job.torchrun}
         for target in targets:
             processes[target].send_signal(number)
@@ -52,57 +54,39 @@ def kill_in_evaluation(path: str, flags: Sequence[str], folder: Path) -> list[in
     return [int(step) for step in re.findall(r"resumed from .*\(step (\d+)\)", done.out)]
 
 
-class NodeJob:
-    """One job on two nodes, whose second node comes and goes."""
+def lose_second_node(nodes: list[str], path: str, flags: Sequence[str], run: Path, trains_without: bool) -> None:
+    """Lose the second of two nodes and bring it back. Meanwhile the job waits for it, or trains on one rank."""
+    # multi_node.sh changes to the project's folder.
+    places = [f"--csv={run.parent / 'reviews.csv'}", f"--cache_dir={run.parent / 'cache'}", f"--output_dir={run}"]
+    job = {"NNODES": "1:2" if trains_without else "2", "MAX_RESTARTS": "3", "RDZV_CONF": RENDEZVOUS}
+    logs: list[Path] = []
 
-    def __init__(self, nodes: list[str], path: str, flags: Sequence[str], run: Path, **place: str) -> None:
-        self.nodes, self.run = nodes, run
-        self.arguments = ["c10d", f"app.{path}", *flags, *COMMON, f"--output_dir={run}"]
-        # multi_node.sh changes to the project's folder.
-        self.arguments += [f"--csv={run.parent / 'reviews.csv'}", f"--cache_dir={run.parent / 'cache'}"]
-        self.place = {"MAX_RESTARTS": "3", "RDZV_CONF": RENDEZVOUS} | place
-        self.logs: list[Path] = []
-        self.jobs = [self.start(rank) for rank in range(2)]
+    def start_on(node: int) -> subprocess.Popen[bytes]:
+        logs.append(run.with_name(f"{run.name}-{len(logs)}.log"))
+        return start(nodes, node, "c10d", f"app.{path}", *flags, *COMMON, *places, log=logs[-1], **job)
 
-    def start(self, rank: int) -> subprocess.Popen[bytes]:
-        log = self.run.with_name(f"{self.run.name}-{len(self.logs)}.log")
-        self.logs.append(log)
-        return start(self.nodes, rank, *self.arguments, log=log, **self.place)
+    def printed() -> str:
+        return "\n".join(log.read_text() for log in logs)
 
-    def require(self, happened: Callable[[], bool], seconds: float) -> None:
-        wait_until(happened, seconds)
-        assert happened(), self.printed()
-
-    def kill_second_node(self) -> None:
-        kill_node(self.nodes[1])
-        self.jobs.pop().wait(60)
-
-    def bring_it_back(self) -> None:
-        self.jobs.append(self.start(1))
-
-    def trains_on(self, ranks: int) -> bool:
-        settings = self.run / "settings.json"  # a job that starts or resumes writes it before its first step
+    def trains_on(ranks: int) -> bool:
+        settings = run / "settings.json"  # a job that starts or resumes writes it before its first step
         return settings.exists() and json.loads(settings.read_text())["world_size"] == ranks
 
-    def finish(self) -> None:
-        wait_for_all(self.jobs, 240)
-        assert [job.returncode for job in self.jobs] == [0, 0], self.printed()
-        assert "resumed from" in self.printed()
-        assert self.trains_on(2)
-        assert not [pid for node in self.nodes for pid in processes_on(node)]
+    def require(happened: Callable[[], bool]) -> None:
+        wait_until(happened, 120)
+        assert happened(), printed()
 
-    def printed(self) -> str:
-        return "\n".join(log.read_text() for log in self.logs)
-
-
-def lose_second_node(job: NodeJob, trains_without: bool) -> None:
-    """Lose the second node and bring it back. Meanwhile the job waits for it, or trains on one rank."""
-    job.require(lambda: job.trains_on(2) and count_steps(job.run) >= 10, 120)
-    job.kill_second_node()
+    first, second = map(start_on, range(2))
+    require(lambda: trains_on(2) and count_steps(run) >= 10)
+    kill_node(nodes[1])
+    second.wait(60)
     if trains_without:
-        job.require(lambda: job.trains_on(1), 120)
-        before = count_steps(job.run)
-        job.require(lambda: count_steps(job.run) > before, 120)
-    job.bring_it_back()
-    job.require(lambda: job.trains_on(2), 120)
-    job.finish()
+        require(lambda: trains_on(1))
+        before = count_steps(run)
+        require(lambda: count_steps(run) > before)
+    second = start_on(1)
+    wait_for_all([first, second], 360)
+    assert [first.returncode, second.returncode] == [0, 0], printed()
+    assert "resumed from" in printed()
+    assert trains_on(2)
+    assert not [pid for node in nodes for pid in processes_on(node)]

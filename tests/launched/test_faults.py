@@ -1,7 +1,11 @@
-"""Faults at exact moments: what must not be lost, overwritten, or half-written, on both training paths."""
+"""Faults at exact moments: what must not be lost, overwritten, or half-written, on both training paths.
+
+test_resumed_runs.py has the signals after which a run is resumed.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from helpers.architectures import write_model
-from helpers.jobs import PROJECT, SAMPLE_CSV, Job, count_steps, read_steps
+from helpers.jobs import PROJECT, SAMPLE_CSV, Job, read_steps
 
 from app.runs.reader import read_run
 
@@ -18,10 +22,7 @@ PATHS = ("ddp_loop", "trainer_run")
 FAULTY = str(PROJECT / "tests" / "launched" / "faulty.py")
 SMALL = ["--csv", SAMPLE_CSV, "--model=bert", "--max_length=32", "--train_batch_size=12", "--eval_strategy=no"]
 SMALL += ["--use_cpu", "--threads=1", "--disable_tqdm", "--output_dir=run"]
-BRIEF = [*SMALL, "--max_steps=3", "--save_strategy=no"]
-# Step 5 has a checkpoint and an evaluation of 30 batches on each of two ranks.
-EVALUATED = [*SMALL, "--max_steps=9", "--save_strategy=steps", "--save_steps=5", "--validation_size=0.1"]
-EVALUATED += ["--eval_strategy=steps", "--eval_steps=5", "--eval_batch_size=4", "--load_best_model_at_end"]
+BRIEF = [*SMALL, "--max_steps=3", "--save_strategy=no", "--eval_batch_size=4"]
 
 
 @pytest.fixture
@@ -92,23 +93,40 @@ def test_a_completely_full_disk(start, mount, path_name, then):
 # ---- requests to stop ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("moment", ["terminate_at_model", "signal_in_evaluation"])
 @pytest.mark.parametrize("path_name", PATHS)
-def test_a_rank_asked_to_stop_in_an_evaluation_ends_with_75_and_a_checkpoint(start, tmp_path, path_name):
-    with start(FAULTY, path_name, "signal_in_evaluation", *EVALUATED, SIGNAL="SIGTERM") as job:
-        done = job.finish()
-    assert "exitcode  : 75" in done.err
-    (line,) = (line for line in done.err.splitlines() if line.startswith("stopped: after step "))
-    step = int(line.split()[3])
-    assert 5 <= step < 9
-    assert count_steps(tmp_path / "run") == step
-    assert (tmp_path / "run" / "checkpoints" / f"checkpoint-{step}" / "run_state.json").is_file()
-    assert not (tmp_path / "run" / "metrics.json").exists()
-
-
-# tests/distributed/test_preemption.py tests a single rank while it writes.
-@pytest.mark.parametrize("path_name", PATHS)
-def test_ranks_that_are_asked_to_stop_at_the_end_of_a_run_finish_it(start, tmp_path, path_name):
-    with start(FAULTY, path_name, "terminate_at_model", *BRIEF) as job:
+def test_ranks_that_are_asked_to_stop_at_the_end_of_a_run_finish_it(start, tmp_path, path_name, moment):
+    with start(FAULTY, path_name, moment, *BRIEF, SIGNAL="SIGUSR1") as job:  # BRIEF has one evaluation, after all steps
         done = job.finish()
     assert (done.status, done.error_lines) == (0, []), done.err
     read_run(tmp_path / "run")
+
+
+# ---- ranks that start later than the others --------------------------------------------------------------------------
+
+DELAY = 6.0
+# Joins a process group, and prints what this costs each rank, in seconds and in seconds of a core.
+PROGRAM = """
+import json, os, sys, threading, time
+from app.distributed.process_group import join
+from app.settings import Settings
+late, delay = sys.argv[1:]
+if os.environ["RANK"] == late:
+    threading.Event().wait(float(delay))
+start = time.perf_counter(), time.process_time()
+with join(Settings(use_cpu=True, threads=1)) as world:
+    costs = [time.perf_counter() - start[0], time.process_time() - start[1]]
+    sys.stdout.write(json.dumps([world.rank, *costs]) + "\\n")  # print() writes the end of line apart
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_waiting_for_a_late_rank_is_silent_and_idle(tmp_path, late):
+    (tmp_path / "late.py").write_text(PROGRAM)
+    with Job(str(tmp_path / "late.py"), late, DELAY, cwd=tmp_path, ranks=3, OMP_NUM_THREADS="1") as job:
+        done = job.finish()
+    assert (done.status, done.err) == (0, "")
+    ranks, seconds, cpu_seconds = zip(*map(json.loads, done.out.splitlines()), strict=True)
+    assert {*ranks} == {0, 1, 2}
+    assert max(seconds) > DELAY / 2, "no rank has waited"
+    assert max(cpu_seconds) < 0.1 * max(seconds)

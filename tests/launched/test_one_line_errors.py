@@ -18,11 +18,12 @@ from helpers.marks import slow_after
 pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")
 TINY = ["--csv=reviews.csv", "--max_length=32", "--train_batch_size=12", "--eval_strategy=no"]
+TINY += ["--use_cpu", "--cache_dir=cache", "--threads=1", "--disable_tqdm"]
 BRIEF = [*TINY, "--max_steps=1", "--save_strategy=no"]
 ENDLESS = [*TINY, "--model=bert", "--max_steps=50000", "--save_strategy=no", "--ddp_timeout=15", "--output_dir=run"]
 NOT_FINITE = ["--learning_rate=1e30", "--warmup_steps=0", "--max_grad_norm=0", "--max_steps=9", "--output_dir=run"]
-NODES = str(Path(__file__).with_name("nodes_with_gpus.py"))
-ON_GPUS = ["app.ddp_loop", *BRIEF]
+FAULTY = str(Path(__file__).with_name("faulty.py"))
+ON_GPUS = ["ddp_loop", "simulate_gpus", *BRIEF, "--use_cpu=false"]
 
 
 def freeze_rank_1(job: Job, folder: Path) -> None:
@@ -69,9 +70,9 @@ CASES = {
         [*TINY, *NOT_FINITE], "the optimizer skipped this step", "trainer_run", ranks=1, rank_status=1, writes="run"
     ),
     "all ranks of the page": Case(["--csv=nope.csv"], "nope.csv: no such file", "minimal"),
-    "a rank without a GPU": Case(ON_GPUS, "rank(s) 1 (", NODES, environment={"GPUS": "2,0"}),
+    "a rank without a GPU": Case(ON_GPUS, "rank(s) 1 (", FAULTY, environment={"GPUS": "2,0"}),
     "a rank with another flag": Case(
-        ON_GPUS, "rank 1: unknown argument --lerning_rate", NODES, environment={"GPUS": "2,2", "UNKNOWN_FLAG_ON": "1"}
+        ON_GPUS, "rank 1: unknown argument --lerning_rate", FAULTY, environment={"GPUS": "2,2", "UNKNOWN_FLAG_ON": "1"}
     ),
     "a rank that writes": Case(
         ENDLESS, "run: the run's folder is gone", "trainer_run", rank_status=1, during=move_run, writes="moved"
@@ -90,12 +91,7 @@ def test_a_job_that_fails_prints_one_line(name, tmp_path):
     for name in ("bert", "xlnet"):  # xlnet has parameters without a gradient
         write_model(tmp_path / name, name)
     before = set(tmp_path.iterdir())
-    flags = case.flags
-    if case.program != "minimal":
-        flags = [*flags, "--cache_dir=cache", "--threads=1", "--disable_tqdm"]
-    if case.program not in ("minimal", NODES):
-        flags = [*flags, "--use_cpu"]
-    with Job(case.program, *flags, cwd=tmp_path, ranks=case.ranks, **case.environment) as job:
+    with Job(case.program, *case.flags, cwd=tmp_path, ranks=case.ranks, **case.environment) as job:
         if case.during:
             case.during(job, tmp_path)
         done = job.finish(120)

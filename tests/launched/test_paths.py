@@ -86,9 +86,9 @@ def test_a_bar_appears_on_a_terminal(tmp_path, path):
     assert "2/2 [" in done.stdout, "two of two steps"
 
 
-# ---- machines with GPUs: without one, a script simulates that of a rank's node --------------------------------------
+# ---- machines with GPUs ----------------------------------------------------------------------------------------------
 
-ON_GPUS = str(Path(__file__).with_name("nodes_with_gpus.py"))
+FAULTY = str(Path(__file__).with_name("faulty.py"))
 SMALL = ("--csv", SAMPLE_CSV, "--train_batch_size", 8, "--max_length", 32, "--max_steps", 3, "--threads", 1)
 
 
@@ -97,7 +97,7 @@ SMALL = ("--csv", SAMPLE_CSV, "--train_batch_size", 8, "--max_length", 32, "--ma
 @pytest.mark.parametrize("path_name", PATHS)
 def test_a_cpu_run_finishes_on_a_machine_whose_gpu_is_full(launch, path_name):
     flags = [*SMALL, "--use_cpu", "--bf16", "--eval_strategy", "no", "--test_size", 0.02, "--output_dir", "run"]
-    done = launch(ON_GPUS, f"app.{path_name}", *flags, GPUS="1")
+    done = launch(FAULTY, path_name, "simulate_gpus", *flags, GPUS="1")
     assert done.status == 0, done.err
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,10 +25,7 @@ FLAGS += ["--metric_for_best_model=loss", "--logging_steps=1", "--disable_tqdm",
 
 
 @pytest.fixture(params=[app.ddp_loop, app.trainer_run], ids=["ddp_loop", "trainer_run"])
-def path(request, monkeypatch) -> ModuleType:
-    # A rank that fails would keep its signal handlers, because its process ends next.
-    never_stopped = SimpleNamespace(requested=lambda: False)
-    monkeypatch.setattr(request.param, "StopRequest", lambda *_: nullcontext(never_stopped))
+def path(request) -> ModuleType:
     return request.param
 
 
@@ -113,16 +107,3 @@ def test_a_checkpoint_that_its_own_run_removes_meanwhile_is_a_one_line_error(pat
 def test_a_read_only_folder_is_one_line(fine_tune, mount):
     with pytest.raises(AgreedError, match="cannot be written: Read-only file system"):
         fine_tune(mount("ro") / "run")
-
-
-def test_a_signal_in_the_last_evaluation_lets_the_run_finish(world, review_csv, tmp_path, monkeypatch):
-    def evaluate_late(*arguments, **names):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return evaluate(*arguments, **names)
-
-    evaluate = app.ddp_loop.evaluate
-    monkeypatch.setattr(app.ddp_loop, "evaluate", evaluate_late)
-    flags = [f"--csv={review_csv()}", "--train_batch_size=8", "--max_steps=1", "--eval_strategy=no", "--use_cpu"]
-    flags += [f"--output_dir={tmp_path / 'run'}", f"--cache_dir={tmp_path / 'cache'}"]
-    app.ddp_loop.fine_tune(parse_settings(flags), world)
-    assert (tmp_path / "run" / "metrics.json").is_file()

@@ -17,7 +17,7 @@ import pytest
 from helpers.architectures import CONFIGS, write_model
 from helpers.jobs import Outcome, TrainingRun, read_steps, require_success, run_many, write_subset
 from helpers.marks import slow_after
-from launched.interruptions import SIGNALS, NodeJob, kill_in_evaluation, lose_second_node, stop
+from launched.interruptions import SIGNALS, kill_in_evaluation, lose_second_node, stop
 from launched.shared_jobs import JOBS, SharedRuns
 
 from app.runs.hashes import hash_results
@@ -62,7 +62,6 @@ VARIANTS = {
 VARIANTS["xlnet"].append("--ddp_find_unused_parameters")
 # Any ranks, strategy and path train these variants to the same bits as ddp_loop with so many ranks; the others as one.
 REFERENCE_RANKS = {"three": 3, "classes": 2} | dict.fromkeys(MODELS, 2)
-IN_EVALUATION = "SIGKILL in an evaluation"
 NODE_RETURNS, NODE_MISSING = "a node dies and comes back", "a node is missing for some time"
 
 
@@ -126,7 +125,11 @@ SLOW_CELLS = [
     Cell("ddp_loop", PLAIN, PLAIN, "SIGINT to torchrun", "long"),
     Cell("ddp_loop", PLAIN, PLAIN, "SIGUSR1 to torchrun", "long"),
     Cell("trainer_run", PLAIN, PLAIN, "SIGTERM to torchrun and all ranks", "long"),
-    *(Cell(path, PLAIN, PLAIN, IN_EVALUATION, "evaluated") for path in PATHS),
+    *(
+        Cell(path, PLAIN, PLAIN, f"{name} in an evaluation", "evaluated")
+        for path in PATHS
+        for name in ("SIGTERM", "SIGKILL")
+    ),
     Cell("ddp_loop", PLAIN, PLAIN, NODE_RETURNS, "slow"),
     Cell("ddp_loop", (2, "zero3"), (2, "zero3"), NODE_MISSING, "slow"),
 ]
@@ -178,12 +181,11 @@ def interrupt_and_resume(cell: Cell, folder: Path, request: pytest.FixtureReques
         assert outcome.problem is None
         assert 5 <= step < len(read_steps(folder / cell.reference))
         assert f"(step {step})" in outcome.out
-    elif cell.interruption == IN_EVALUATION:
+    elif cell.interruption == "SIGKILL in an evaluation":
         assert kill_in_evaluation(cell.path, [*flags, f"--output_dir={run}"], folder) == [4]
     else:
-        place = {"NNODES": "1:2", "MASTER_PORT": "29510"} if cell.interruption == NODE_MISSING else {}
-        job = NodeJob(request.getfixturevalue("nodes"), cell.path, flags, run, **place)
-        lose_second_node(job, trains_without=cell.interruption == NODE_MISSING)
+        nodes = request.getfixturevalue("nodes")
+        lose_second_node(nodes, cell.path, flags, run, trains_without=cell.interruption == NODE_MISSING)
 
 
 @pytest.mark.parametrize("cell", slow_after(len(FAST_CELLS), FAST_CELLS + SLOW_CELLS), ids=lambda cell: cell.name)
