@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -43,61 +43,54 @@ class SharedJobs:
 
     def __init__(self, root: Path, csv: Path, tests: Sequence[pytest.Item]) -> None:
         self._root, self._csv = root, csv
-        self._modules: dict[str, ModuleType] = {}
-        self._with_slow: set[str] = set()
+        self._modules: dict[Path, ModuleType] = {}  # by the folders of their runs
+        self._runs: dict[str, dict[Path, dict[str, TrainingRun]]] = {job: {} for job in JOBS}
         for test in tests:
             module = getattr(test, "module", None)
             if hasattr(module, "SHARED_RUNS"):
-                name = _short_name(module)
-                self._modules[name] = module
+                folder = self.folder(module)
+                self._modules[folder] = module
+                needed = [module.SHARED_RUNS]
                 if test.get_closest_marker("slow"):
-                    self._with_slow.add(name)
+                    needed.append(getattr(module, "SLOW_SHARED_RUNS", {}))
+                for job, runs in ((job, runs) for shared in needed for job, runs in shared.items()):
+                    self._runs[job].setdefault(folder, {}).update(runs)
 
     def train(self, module: ModuleType, job: str) -> dict[str, Outcome]:
         """Train a job and those before it, unless that has been done. Return the outcomes of a file's runs."""
         with self._lock():
             for earlier in [*JOBS][: [*JOBS].index(job)]:
                 self._train_once(earlier)
-            self._train_once(job)
-        outcomes = json.loads(self._outcomes_of(job).read_text()).get(_short_name(module), {})
-        return {name: Outcome(**outcome) for name, outcome in outcomes.items()}
+            outcomes = self._train_once(job)
+        return {name: Outcome(**outcome) for name, outcome in outcomes.get(str(self.folder(module)), {}).items()}
 
     def folder(self, module: ModuleType) -> Path:
         """Return the folder of a file's runs."""
-        return self._root / _short_name(module)
+        return self._root / module.__name__.rpartition(".")[2].removeprefix("test_")
 
-    def _outcomes_of(self, job: str) -> Path:
-        return self._root / f"{job}.json"
+    def _train_once(self, job: str) -> dict[str, dict[str, Any]]:
+        file = self._root / f"{job}.json"
+        if not file.exists():
+            file.write_text(json.dumps(self._train(job)))
+        outcomes: dict[str, dict[str, Any]] = json.loads(file.read_text())
+        assert "failure" not in outcomes, f"the job {job} has failed: {outcomes['failure']}"
+        return outcomes
 
-    def _train_once(self, job: str) -> None:
-        file, failure = self._outcomes_of(job), self._root / f"{job}.failed"
-        if failure.exists():
-            raise AssertionError(f"the job {job} has failed: {failure.read_text()}")
-        if file.exists():
-            return
-        runs = {name: self._runs_of(name, job) for name in self._modules}
-        folders = {self.folder(self._modules[name]): of_file for name, of_file in runs.items() if of_file}
-        for folder in folders:
+    def _train(self, job: str) -> dict[str, Any]:
+        runs = {folder: of_file for folder, of_file in self._runs[job].items() if of_file}
+        for folder in runs:
             if not folder.exists():
                 folder.mkdir()
-                self._modules[folder.name].write_inputs(folder, self._csv)
-        outcomes = {}
-        if folders:
-            try:
-                trained = run_folders(self._root, folders, limit=1500, **JOBS[job])
-            except AssertionError as failed:
-                failure.write_text(str(failed))  # not tried again by the next test
-                raise
-            outcomes = {
-                folder.name: {name: asdict(outcome) for name, outcome in of_file.items()}
-                for folder, of_file in trained.items()
-            }
-        file.write_text(json.dumps(outcomes))
-
-    def _runs_of(self, name: str, job: str) -> Mapping[str, TrainingRun]:
-        module = self._modules[name]
-        slow = getattr(module, "SLOW_SHARED_RUNS", {}) if name in self._with_slow else {}
-        return module.SHARED_RUNS.get(job, {}) | slow.get(job, {})
+                self._modules[folder].write_inputs(folder, self._csv)
+        if not runs:
+            return {}
+        try:
+            trained = run_folders(self._root, runs, limit=1500, **JOBS[job])
+        except AssertionError as failed:
+            return {"failure": str(failed)}  # not tried again by the next test
+        return {
+            str(folder): {name: asdict(one) for name, one in of_file.items()} for folder, of_file in trained.items()
+        }
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -105,7 +98,3 @@ class SharedJobs:
         with (self._root / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-def _short_name(module: ModuleType) -> str:
-    return module.__name__.rpartition(".")[2].removeprefix("test_")

@@ -52,9 +52,8 @@ LAUNCHERS = {  # the options of a job, and the number of ranks
     # accelerate starts a single process on the CPU unless it uses MPI, and several ones if it asks for GPUs.
     "accelerate": ({"prefix": [*ACCELERATE, "--cpu", "--no_python"]}, 1),
     "accelerate, 2": ({"prefix": [*ACCELERATE, "--multi_gpu", "--main_process_port=0", "--no_python"]}, 2),
-    # The launchers of older tutorials: the first one passes `--local-rank` to each process.
+    # The launcher of older tutorials passes `--local-rank` to each process. With --use-env it is torchrun.
     "torch.distributed.launch": ({"ranks": 2, "torchrun_flags": ["--standalone"]}, 2),
-    "torch.distributed.launch --use-env": ({"ranks": 2, "torchrun_flags": ["--standalone", "--use-env"]}, 2),
 }
 
 

@@ -11,17 +11,16 @@ import pandas as pd
 import pytest
 import torch
 from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
-from helpers.reviews import read_reviews
 from launched.shared_jobs import SharedRuns
-from torch.nn.utils.rnn import pad_sequence
+from transformers import get_linear_schedule_with_warmup
 
-from app.data.split import split_reviews
 from app.model.built_in import embeddings_of
 from app.model.dropout import RowDropout
 from app.model.load import load_classifier, load_tokenizer
 from app.runs.hashes import hash_results
 from app.runs.reader import read_run
 from app.settings import Settings
+from app.training.build import read_and_split
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 PATHS = ("ddp_loop", "trainer_run")
@@ -123,31 +122,27 @@ def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
     """Train `settings.max_steps` steps in one process, with a linear schedule, AdamW and clipping.
 
     Rows, tokens, initial weights and dropout masks are those of `app`; this loop shuffles, pads, schedules and
-    optimizes with its own code.
+    optimizes without its code.
 
     Returns:
         The loss of each step, and the class id predicted for each test row in file order.
     """
-    table = read_reviews(settings.csv_path, "review", "label")
-    split = split_reviews(
-        table, test_size=settings.test_size, validation_size=settings.validation_size, seed=settings.seed
-    )
+    table, split, _ = read_and_split(settings, 1)
     texts = table.texts.iloc[split.train]
     tokenizer = load_tokenizer(settings, texts)
     embeddings = embeddings_of(settings.model, tokenizer, texts)
     model = load_classifier(settings, table.class_names, tokenizer, embeddings=embeddings).model
 
     def logits_of(rows):
-        ids = tokenizer(table.texts.iloc[rows].tolist(), truncation=True, max_length=settings.max_length)["input_ids"]
-        padded = pad_sequence([torch.tensor(row) for row in ids], True, tokenizer.pad_token_id)
-        mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in ids], True)
-        return model(input_ids=padded, attention_mask=mask).logits
+        padded = {"truncation": True, "padding": True, "max_length": settings.max_length, "return_tensors": "pt"}
+        return model(**tokenizer(table.texts.iloc[rows].tolist(), **padded)).logits
 
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
-    size, steps, warmup = settings.train_batch_size, settings.max_steps, settings.max_steps // 10
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    size, steps = settings.train_batch_size, settings.max_steps
+    schedule = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
     steps_per_epoch = len(split.train) // size
     weights = None
     if settings.class_weights is not None:
@@ -159,8 +154,6 @@ def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
         epoch, batch = divmod(step, steps_per_epoch)
         order = torch.randperm(len(split.train), generator=torch.Generator().manual_seed(settings.seed + epoch))
         rows = split.train[order[batch * size : (batch + 1) * size].numpy()]
-        share = step / warmup if step < warmup else (steps - step) / (steps - warmup)
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1e-3 * share
         with RowDropout(settings.seed, step, range(size)):
             logits = logits_of(rows)
         loss = criterion(logits, torch.from_numpy(table.labels[rows]))
@@ -168,6 +161,7 @@ def train_plainly(settings: Settings) -> tuple[list[float], list[int]]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         losses.append(loss.item())
     model.eval()
     with torch.no_grad():

@@ -10,18 +10,19 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.jobs import PROJECT, SAMPLE_CSV, read_steps
+from helpers.jobs import PROJECT, SAMPLE_CSV
 from launched.two_nodes import SCRIPT, ip, processes_on, start, wait_for_all, wait_until
 
 from app.bench.two_nodes import ADDRESSES, SYSTEM_PATH
 
+pytestmark = pytest.mark.launched
 
-def run_on_both(nodes: list[str], *arguments: str, log_folder: Path, status: int = 0, **more: str) -> list[str]:
+
+def run_on_both(nodes: list[str], *arguments: str, log_folder: Path, status: int = 0, **more: Any) -> list[str]:
     """Run multi_node.sh with `arguments` on both nodes, which have to end with a status; return their output."""
     logs = [log_folder / f"node{rank}.log" for rank in range(2)]
     jobs = [start(nodes, rank, *arguments, log=log, **more) for rank, log in enumerate(logs)]
@@ -35,7 +36,6 @@ def errors(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
-@pytest.mark.launched
 @pytest.mark.slow
 def test_the_ranks_of_both_nodes_are_listed_and_train_together(nodes: list[str], tmp_path: Path) -> None:
     printed = run_on_both(nodes, "static", "app.check", "--use_cpu", log_folder=tmp_path, NPROC_PER_NODE="2")
@@ -47,7 +47,6 @@ def test_the_ranks_of_both_nodes_are_listed_and_train_together(nodes: list[str],
     assert " rank " not in printed[1], "rank 0 prints"
 
 
-@pytest.mark.launched
 @pytest.mark.slow
 @pytest.mark.parametrize("obstacle", ["eth7", "a firewall"])
 def test_nodes_that_do_not_reach_each_other_are_one_line(nodes: list[str], obstacle: str, tmp_path: Path) -> None:
@@ -63,7 +62,6 @@ def test_nodes_that_do_not_reach_each_other_are_one_line(nodes: list[str], obsta
         assert not interface or obstacle in line
 
 
-@pytest.mark.launched
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["static", "c10d"])
 def test_if_the_cable_is_cut_each_node_names_the_other_and_ends(nodes: list[str], form: str, tmp_path: Path) -> None:
@@ -85,7 +83,6 @@ def test_if_the_cable_is_cut_each_node_names_the_other_and_ends(nodes: list[str]
     assert not [pid for name in nodes for pid in processes_on(name)]
 
 
-@pytest.mark.launched
 @pytest.mark.slow
 def test_ranks_of_two_nodes_connect_again_after_a_sigkill(nodes: list[str], tmp_path: Path) -> None:
     """Once while they communicate, and once while they start, so that the nodes count different numbers of restarts."""
@@ -114,38 +111,26 @@ def test_ranks_of_two_nodes_connect_again_after_a_sigkill(nodes: list[str], tmp_
     assert sorted(finished) == ["rank 0 has finished", "rank 1 has finished"]
 
 
-# Makes a node's host name stand for 127.0.1.1 on itself, as Debian does, and runs a command there.
+# Makes a node's host name stand for 127.0.1.1 on itself, as Debian does, and runs torchrun without multi_node.sh, which
+# would look for the interface itself.
 NAMED = """
-hostname "$1"; mount --bind "$2" /etc/hosts; exec "${@:3}"
+hostname "node-$NODE_RANK"; mount --bind "$HOSTS-$NODE_RANK" /etc/hosts
+exec python -m torch.distributed.run --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=node-0:29500 \\
+  --rdzv_conf="is_host=$((1 - NODE_RANK))" -m app.check --use_cpu --ddp_timeout=60
 """
 
 
-@pytest.mark.launched
 @pytest.mark.slow
 def test_a_host_name_that_is_a_loopback_address_on_its_own_node(nodes: list[str], tmp_path: Path) -> None:
-    """torchrun without multi_node.sh, which would look for the interface itself."""
-    names = ["node-a", "node-b"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={names[0]}:29500"]
-    run = ["app.ddp_loop", "--csv", str(SAMPLE_CSV), "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
-    run += ["--max_length", "16", "--use_cpu", "--threads", "1", "--eval_strategy", "no", "--ddp_timeout", "60"]
-    jobs, logs = [], [tmp_path / f"{name}.log" for name in names]
-    environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | {"PATH": SYSTEM_PATH}
-    for rank, (node, name, log) in enumerate(zip(nodes, names, logs, strict=True)):
-        hosts = tmp_path / f"{name}.hosts"
-        addresses = [address if i != rank else "127.0.1.1" for i, address in enumerate(ADDRESSES)]
-        hosts.write_text(f"127.0.0.1 localhost\n{addresses[0]} {names[0]}\n{addresses[1]} {names[1]}\n")
-        inside = ["ip", "netns", "exec", node, "unshare", "--mount", "--uts", "bash", "-c", NAMED, "_", name]
-        is_host = ["--rdzv_conf", f"is_host={str(rank == 0).lower()}"]
-        arguments = [*inside, str(hosts), *command, *is_host, "-m", *run]
-        with log.open("w") as output:
-            jobs.append(subprocess.Popen(arguments, env=environment, cwd=PROJECT, stdout=output, stderr=output))
-    wait_for_all(jobs, 150)
-    assert [job.returncode for job in jobs] == [0, 0], "\n".join(log.read_text() for log in logs)
-    assert len(read_steps(tmp_path / "run")) == 2
+    for own in range(2):
+        addresses = ["127.0.1.1" if node == own else address for node, address in enumerate(ADDRESSES)]
+        lines = ["127.0.0.1 localhost", *(f"{address} node-{node}" for node, address in enumerate(addresses))]
+        (tmp_path / f"hosts-{own}").write_text("\n".join(lines) + "\n")
+    command = ["unshare", "--mount", "--uts", "bash", "-c", NAMED]
+    printed = run_on_both(nodes, log_folder=tmp_path, command=command, HOSTS=str(tmp_path / "hosts"))
+    assert "correct sum" in "".join(printed)
 
 
-@pytest.mark.launched
 @pytest.mark.slow
 def test_no_more_bytes_leave_a_node_than_planned(nodes: list[str], tmp_path: Path) -> None:
     """Counted by the kernel, for two ranks on each node. A ring all-reduce would send 1.5 times the gradients."""
@@ -161,32 +146,26 @@ def test_no_more_bytes_leave_a_node_than_planned(nodes: list[str], tmp_path: Pat
         assert found["one level"] > 1.4
 
 
-# ---- the script, with a stand-in for torchrun, which prints its arguments and environment -------------------------
+# ---- the script ------------------------------------------------------------------------------------------------------
 
 PLACE = {"NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-@pytest.fixture
-def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    (tmp_path / "run_scripts").mkdir()
-    shutil.copy(SCRIPT, tmp_path / "run_scripts")  # not from the repository, whose .venv has the real one
-    torchrun = tmp_path / "torchrun"
-    torchrun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"; env\n')
-    torchrun.chmod(0o755)
-
-    def run(*arguments: str, **place: str | None) -> subprocess.CompletedProcess[str]:
-        environment = PLACE | {"PATH": f"{tmp_path}:{SYSTEM_PATH}", "PYTHONPATH": str(PROJECT)} | place
-        environment = {name: value for name, value in environment.items() if value is not None}
-        command = ["bash", str(tmp_path / "run_scripts" / SCRIPT.name), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-    return run
+def run_script(script: Path, *arguments: str, path: str = SYSTEM_PATH, **place: str | None):
+    environment = PLACE | {"PATH": path, "PYTHONPATH": str(PROJECT)} | place
+    environment = {name: value for name, value in environment.items() if value is not None}
+    return subprocess.run(["bash", str(script), *arguments], env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(("address", "endpoint"), [("127.0.0.1", "127.0.0.1:29500"), ("::1", "[::1]:29500")])
-def test_torchrun_gets_the_job_and_this_nodes_interface(run_script, address: str, endpoint: str) -> None:
+def test_torchrun_gets_the_job_and_this_nodes_interface(tmp_path: Path, address: str, endpoint: str) -> None:
+    (tmp_path / "run_scripts").mkdir()
+    script = shutil.copy(SCRIPT, tmp_path / "run_scripts")  # not from the repository, whose .venv has the real torchrun
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"; env\n')
+    torchrun.chmod(0o755)
     place = {"MASTER_ADDR": address, "RDZV_ID": "job-7", "GLOO_SOCKET_IFNAME": "eth7"}
-    done = run_script("c10d", "app.ddp_loop", "--use_cpu", **place)
+    done = run_script(script, "c10d", "app.ddp_loop", path=f"{tmp_path}:{SYSTEM_PATH}", **place)
     assert done.returncode == 0, done.stderr
     expected = {f"--rdzv_endpoint={endpoint}", "--rdzv_id=job-7", "NCCL_SOCKET_IFNAME==eth7"}
     assert expected <= set(done.stdout.splitlines())
@@ -202,7 +181,7 @@ def test_torchrun_gets_the_job_and_this_nodes_interface(run_script, address: str
         ("static app.ddp_loop", {"MASTER_ADDR": "nowhere.invalid"}, "MASTER_ADDR nowhere.invalid"),
     ],
 )
-def test_a_mistake_is_one_line(run_script, arguments: str, change: dict[str, str | None], line: str) -> None:
-    done = run_script(*arguments.split(), **change)
+def test_a_mistake_is_one_line(arguments: str, change: dict[str, str | None], line: str) -> None:
+    done = run_script(SCRIPT, *arguments.split(), **change)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert line in done.stderr

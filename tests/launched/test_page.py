@@ -24,15 +24,7 @@ pytestmark = pytest.mark.launched
 SCRIPT = "<script>document.title='ran'</script>"
 IMAGE = "<img src=x onerror=\"document.title='ran'\">"
 FLAGS = [
-    *(
-        "--headless",
-        "--dump-dom",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--hide-scrollbars",
-    ),
+    *("--headless", "--dump-dom", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
     *("--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files", "--virtual-time-budget=3000"),
 ]

@@ -20,15 +20,15 @@ from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.runs.hashes import hash_results
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch")
 HOST = socket.gethostname().partition(".")[0]
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthType=auth/none
+CredType=cred/none
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 StateSaveLocation={folder}/state
@@ -50,12 +50,9 @@ FLAGS = [f"--csv={SAMPLE_CSV}", "--use_cpu", "--threads=1", "--disable_tqdm", "-
 FLAGS += ["--max_length=32", "--max_steps=150", "--save_strategy=steps", "--save_steps=100", "--logging_steps=5"]
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+def free_ports() -> list[int]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return [one.getsockname()[1], other.getsockname()[1]]
 
 
 class Slurm:
@@ -65,36 +62,13 @@ class Slurm:
         self.folder, self.configuration = folder, folder / "slurm.conf"
         for name in ("state", "spool"):
             (folder / name).mkdir()
-        self.configuration.write_text(CONFIGURATION.format(host=HOST, folder=folder, ports=free_ports(2)))
+        self.configuration.write_text(CONFIGURATION.format(host=HOST, folder=folder, ports=free_ports()))
         self.environment = os.environ | {
             "SLURM_CONF": str(self.configuration),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         # Each job has an OMP_NUM_THREADS of its own; pytest's would be a user's.
         self.environment.pop("OMP_NUM_THREADS", None)
-
-    def start_daemons(self) -> Iterator[None]:
-        key = self.folder / "munge.key"
-        key.write_bytes(os.urandom(1024))
-        key.chmod(0o600)
-        files = {"socket": "sock", "pid-file": "pid", "log-file": "log", "seed-file": "seed", "key-file": "key"}
-        munge_flags = [f"--{flag}={self.folder}/munge.{suffix}" for flag, suffix in files.items()]
-        commands = (["munged", "--foreground", "--force", *munge_flags], ["slurmctld", "-D", "-i"], ["slurmd", "-D"])
-        daemons: list[subprocess.Popen[bytes]] = []
-        try:
-            for command in commands:
-                with (self.folder / f"{command[0]}.out").open("wb") as out:
-                    daemons.append(subprocess.Popen(command, env=self.environment, stdout=out, stderr=out))
-                if command[0] == "munged":
-                    wait_until(lambda: (self.folder / "munge.sock").exists(), 20)
-            wait_until(lambda: self.call("sinfo", "--noheader", "--format=%T", "--partition=low") == "idle", 60)
-            yield
-        finally:
-            self.call("scancel", "--user=root")
-            for daemon in reversed(daemons):
-                daemon.terminate()
-            for daemon in reversed(daemons):
-                daemon.wait(30)
 
     def call(self, *command: str) -> str:
         return subprocess.run(
@@ -121,11 +95,18 @@ class Slurm:
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-        unavailable(f"no {missing[0]}: apt-get install slurm-wlm munge")
+        unavailable(f"no {missing[0]}: apt-get install slurm-wlm")
     if os.geteuid() != 0:
         unavailable("Slurm's daemons need root")
     cluster = Slurm(tmp_path_factory.mktemp("slurm"))
-    for _ in cluster.start_daemons():
+    with ExitStack() as stack:
+        for command in (["slurmctld", "-D", "-i"], ["slurmd", "-D"]):
+            out = stack.enter_context((cluster.folder / f"{command[0]}.out").open("wb"))
+            daemon = subprocess.Popen(command, env=cluster.environment, stdout=out, stderr=out)
+            stack.enter_context(daemon)  # waits for its end
+            stack.callback(daemon.terminate)
+        stack.callback(cluster.call, "scancel", "--user=root")
+        wait_until(lambda: cluster.call("sinfo", "--noheader", "--format=%T", "--partition=low") == "idle", 60)
         yield cluster
 
 
