@@ -136,24 +136,17 @@ def test_padding_is_no_problem_in_fp64():
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
-def test_cached_vocabularies_and_embeddings_are_those_that_are_learned(tmp_path):
-    expected = learn_tokenizer(TEXTS, SIZE)
-    for _ in range(2):
-        found = learn_tokenizer(TEXTS, SIZE, tmp_path)
-        assert found.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
-        assert found.init_kwargs == expected.init_kwargs
-        assert found(TEXTS[0]) == expected(TEXTS[0])
-        embeddings = embeddings_of("tiny", found, TEXTS, cache_dir=tmp_path)
-        assert embeddings.tobytes() == embeddings_of("tiny", expected, TEXTS).tobytes()
-
-
-def test_they_are_learned_once_and_again_from_other_texts_or_by_another_recipe(tmp_path, monkeypatch):
+def test_the_cache_has_what_is_learned_again_only_from_other_texts_or_by_another_recipe(tmp_path, monkeypatch):
     cache, both = tmp_path / "new" / "cache", {"vocabulary", "embeddings"}
 
     def learned(texts: list[str]) -> set[str]:
         """Return which kinds of files are new in the cache."""
-        before = {*cache.glob("*")}
-        embeddings_of("tiny", learn_tokenizer(texts, SIZE, cache), texts, cache_dir=cache)
+        before, expected = {*cache.glob("*")}, learn_tokenizer(texts, SIZE)
+        tokenizer = learn_tokenizer(texts, SIZE, cache)
+        assert tokenizer.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+        assert tokenizer.init_kwargs == expected.init_kwargs
+        embeddings = embeddings_of("tiny", tokenizer, texts, cache_dir=cache)
+        assert embeddings.tobytes() == embeddings_of("tiny", expected, texts).tobytes()
         return {path.name.partition("-")[0] for path in {*cache.glob("*")} - before}
 
     others = [TEXTS[:-1], TEXTS[::-1], ["".join(TEXTS[:2]), *TEXTS[2:]]]

@@ -7,8 +7,6 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,64 +21,65 @@ from app.settings import Settings
 
 MAIN, BRANCH = "a" * 40, "b" * 40
 BIASES = {MAIN: 1.0, BRANCH: 2.0}  # of the classifiers
-ADDRESS = "/someone/model"
+API = "/api/models/someone/model"
+
+
+def hash_of(address: str) -> str:
+    return hashlib.sha1(address.encode()).hexdigest()
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves the folders of commits as the model `someone/model`."""
+    """Serves the pages of one model."""
 
-    folder: Path
-    branches: dict[str, str]
+    pages: dict[str, bytes]
 
     def log_message(self, *_: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
-        content, headers = self.answer(self.path.partition("?")[0])
-        self.send_response(404 if "X-Error-Code" in headers else 200)
-        for key, value in (headers | {"Content-Length": str(len(content))}).items():
-            self.send_header(key, value)
+        address = self.path.partition("?")[0]
+        content = self.pages.get(address, b"")
+        self.send_response(200 if address in self.pages else 404)
+        self.send_header("Content-Length", str(len(content)))
+        if address not in self.pages:
+            self.send_header("X-Error-Code", "RevisionNotFound" if address.startswith(API) else "RepoNotFound")
+        elif "/resolve/" in address:
+            self.send_header("X-Repo-Commit", address.split("/")[-2])
+            self.send_header("ETag", hash_of(address))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content)
 
-    def answer(self, path: str) -> tuple[bytes, dict[str, str]]:
-        """Return the content and the headers for the address of a model, of its list of files, or of a file."""
-        if not path.removeprefix("/api/models").startswith(ADDRESS):
-            return b"", {"X-Error-Code": "RepoNotFound"}
-        _, kind, revision, *names = [*path.removeprefix("/api/models").removeprefix(ADDRESS).split("/"), "", "main"][:4]
-        commit = self.branches.get(revision, revision)
-        files = {file.name: file for file in self.folder.glob(f"{commit}/*")}
-        if not files:
-            return b"", {"X-Error-Code": "RevisionNotFound"}
-        hashes = {name: hashlib.sha1(f"{commit}{name}".encode()).hexdigest() for name in files}
-        if kind == "resolve" and names[0] in files:
-            headers = {"X-Repo-Commit": commit, "ETag": f'"{hashes[names[0]]}"'}
-            return files[names[0]].read_bytes(), headers
-        if kind == "resolve":
-            return b"", {"X-Error-Code": "EntryNotFound"}
-        answer: Any = {"_id": "1", "id": "someone/model", "sha": commit, "siblings": []}
-        if kind == "tree":
-            answer = [{"type": "file", "path": n, "size": files[n].stat().st_size, "oid": hashes[n]} for n in files]
-        return json.dumps(answer).encode(), {}
+    do_HEAD = do_GET
+
+
+def publish(branch: str, commit: str) -> None:
+    """Let a branch refer to a commit."""
+    info = json.dumps({"_id": "1", "id": "someone/model", "sha": commit, "siblings": []}).encode()
+    Hub.pages |= dict.fromkeys((f"{API}/revision/{branch}", *([API] if branch == "main" else [])), info)
 
 
 @pytest.fixture(params=["model.safetensors", "pytorch_model.bin"])
 def hub(request, tmp_path, monkeypatch) -> Iterator[ThreadingHTTPServer]:
     """A Hub with commits of different weights on its branches `main` and `branch`, and an empty cache."""
-    Hub.folder, Hub.branches = tmp_path / "served", {"main": MAIN, "branch": BRANCH}
+    Hub.pages = {}
+    publish("main", MAIN)
+    publish("branch", BRANCH)
     for commit, bias in BIASES.items():
-        folder = write_model(Hub.folder / commit, "bert")
+        folder = write_model(tmp_path / commit, "bert")
         (folder / "unneeded").touch()
         model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
         model.classifier.bias.data.fill_(bias)
         save = save_file if request.param == "model.safetensors" else torch.save
         save(model.state_dict(), folder / request.param)
+        files = {f"/someone/model/resolve/{commit}/{file.name}": file.read_bytes() for file in folder.iterdir()}
+        tree = [
+            {"type": "file", "path": address.rpartition("/")[2], "size": len(content), "oid": hash_of(address)}
+            for address, content in files.items()
+        ]
+        Hub.pages |= files | {f"{API}/tree/{commit}": json.dumps(tree).encode()}
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         constants = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
         url = address + "/{repo_id}/resolve/{revision}/{filename}"
@@ -125,7 +124,7 @@ def test_a_model_is_downloaded_once_and_then_found_without_a_connection(hub, tmp
 
 def test_a_branch_that_moves_between_two_requests_has_no_effect(hub):
     commit = resolve_commit(settings_of())
-    Hub.branches["main"] = BRANCH
+    publish("main", BRANCH)
     assert commit_of_weights(commit) == commit == MAIN
     assert resolve_commit(settings_of()) == BRANCH
 

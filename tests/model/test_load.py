@@ -62,6 +62,10 @@ def test_any_architecture_becomes_a_classifier_for_the_classes_of_the_data(folde
     assert is_pretrained(settings.model) is weights
     assert model.config.id2label == {0: "bad", 1: "good", 2: "mixed"}
     assert model.accepts_loss_kwargs is False, "Trainer would inflate loss and gradients"
+    # Trainer would change special tokens later, when the embeddings have their `padding_idx`.
+    assert model.get_input_embeddings().padding_idx in (None, tokenizer.pad_token_id)
+    for special in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        assert getattr(model.config, special) == getattr(tokenizer, special)
     assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
     batch = tokenizer(TEXTS[:4], padding=True, return_tensors="pt")
     assert set(batch) <= inspect.signature(model.forward).parameters.keys(), "the model does not accept all inputs"
@@ -98,15 +102,6 @@ def test_weights_come_from_the_folder_or_are_initialized_from_the_seed(folder):
     assert not differing(weights(path, classes=5), weights(path, classes=5))
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_special_tokens_are_taken_from_the_tokenizer_before_the_model_is_built(folder, weights):
-    """Trainer would change them later, when the embeddings have their `padding_idx`."""
-    path = folder("bert", weights, pad_token_id=7, bos_token_id=8, eos_token_id=9)
-    tokenizer, model = load_tokenizer(Settings(model=str(path)), TEXTS), load(path).model
-    assert model.bert.embeddings.word_embeddings.padding_idx == model.config.pad_token_id == tokenizer.pad_token_id
-    assert (model.config.bos_token_id, model.config.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-
-
 @pytest.mark.parametrize("spread", [6e38, 1.0])
 def test_an_infinite_loss_makes_the_gradient_norm_nonfinite_and_a_finite_loss_is_unchanged(folder, spread):
     model = load(folder(), dropout=0.0).model
@@ -122,34 +117,32 @@ def test_an_infinite_loss_makes_the_gradient_norm_nonfinite_and_a_finite_loss_is
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def test_layerdrop_requires_the_search_for_unused_parameters(folder):
-    path = folder("bert", layerdrop=0.1)
-    assert "--ddp_find_unused_parameters" in error_message(path)
-    load(path, ddp_find_unused_parameters=True)
-    for strategy in ("zero2", "zero3"):
-        message = error_message(path, ddp_find_unused_parameters=True, strategy=strategy)
-        assert "use --strategy ddp or zero1" in message
-
-
-def test_a_maximum_length_beyond_the_positions_is_rejected(folder):
+LAYERDROP = {"layerdrop": 0.1}
+# An architecture, changes of its config, settings, and the message. Add a row for another model that cannot be trained.
+MISTAKES = [
+    ("bert", LAYERDROP, {}, "add --ddp_find_unused_parameters"),
+    ("bert", LAYERDROP, {"ddp_find_unused_parameters": True, "strategy": "zero2"}, "use --strategy ddp or zero1"),
+    ("bert", LAYERDROP, {"ddp_find_unused_parameters": True, "strategy": "zero3"}, "use --strategy ddp or zero1"),
     # RoBERTa's positions start after the padding id, which is the tokenizer's, 0, not the config's, 1.
-    assert "accepts at most 65" in error_message(folder("roberta"), max_length=66)
+    ("roberta", {}, {"max_length": 66}, "accepts at most 65"),
+    ("fnet", {}, {"attn_implementation": "sdpa"}, r"^--attn_implementation sdpa: FNet\w+ does not support .* yet$"),
+    pytest.param(
+        *("bert", {}, {"attn_implementation": "flash_attention_2"}, "^--attn_implementation flash_attention_2: Flash"),
+        marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="its package is installed"),
+    ),
+]
 
 
 @pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize(
-    ("name", "attention", "message"),
-    [
-        ("fnet", "sdpa", r"FNet\w+ does not support .* yet$"),
-        pytest.param(
-            *("bert", "flash_attention_2", "FlashAttention2 .*cannot be used"),
-            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="its package is installed"),
-        ),
-    ],
-)
-def test_an_attention_implementation_that_cannot_be_used_is_named(folder, weights, name, attention, message):
-    found = error_message(folder(name, weights), attn_implementation=attention)
-    assert re.match(f"--attn_implementation {attention}: {message}", found)
+@pytest.mark.parametrize(("name", "changes", "settings", "message"), MISTAKES)
+def test_a_model_that_cannot_be_trained_with_the_settings_is_one_line(
+    folder, name, weights, changes, settings, message
+):
+    assert re.search(message, error_message(folder(name, weights, **changes), **settings))
+
+
+def test_layerdrop_is_possible_if_unused_parameters_are_searched(folder):
+    load(folder("bert", **LAYERDROP), ddp_find_unused_parameters=True)
 
 
 def test_files_and_impossible_names_are_no_models(tmp_path):
@@ -160,6 +153,7 @@ def test_files_and_impossible_names_are_no_models(tmp_path):
 
 DEEP = "[" * 100_000
 EMPTY_INDEX = '{"metadata": {}, "weight_map": {}}'
+EVIL = '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}'
 ONE_SHARD = '{"metadata": {}, "weight_map": {"bert.pooler.dense.weight": "shard.bin"}}'
 
 
@@ -179,13 +173,15 @@ ONE_SHARD = '{"metadata": {}, "weight_map": {"bert.pooler.dense.weight": "shard.
         ("config.json", "3", "cannot be loaded"),
         ("config.json", DEEP, "cannot be loaded"),
         ("config.json", '{"model_type": "no-such-type"}', "no-such-type"),
+        ("config.json", EVIL, "its config cannot be loaded"),
         ("config.json", '{"model_type": "bert", "num_attention_heads": 0}', "by zero"),
         ("config.json", '{"model_type": "bert", "intermediate_size": -1}', "negative dimension"),
     ],
 )
-def test_a_damaged_file_of_a_model_is_one_line(folder, name, content, problem):
+def test_a_file_of_a_model_that_cannot_be_used_is_one_line(folder, name, content, problem):
     path = folder("bert")
     (path / "shard.bin").write_bytes(b"garbage")
+    (path / "evil.py").write_text("raise SystemExit('code of the model was run')")
     (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     message = error_message(path)
     assert re.search(problem, message)
@@ -199,10 +195,3 @@ def test_weights_with_the_names_of_a_wrapper_are_rejected_instead_of_training_ra
     file = path / "model.safetensors"
     save_file({prefix + name: weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     assert "none of its weights has the name and shape" in error_message(path)
-
-
-def test_code_of_a_model_is_not_run_without_permission(folder):
-    auto = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
-    path = folder("bert", model_type="evil", auto_map=auto)
-    (path / "evil.py").write_text("raise SystemExit('code of the model was run')")
-    assert str(path) in error_message(path)
