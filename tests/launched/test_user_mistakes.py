@@ -42,6 +42,7 @@ OF_TRAINING = {
     "--model=empty": "empty",
     "--model=without_tokenizer": "without_tokenizer",
     "--resume_from_checkpoint=missing": "missing",
+    "--resume_from_checkpoint=full": "full",
 }
 OF_PREDICT = {
     "--csv=missing.csv": "missing.csv",
