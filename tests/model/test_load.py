@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 import re
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 
 from app.common.errors import UserError
 from app.model.dropout import override_dropout
+from app.model.identity import describe_config, hash_code
 from app.model.load import Classifier, is_pretrained, load_classifier, load_tokenizer
 from app.settings import Settings
 
@@ -58,7 +60,9 @@ def test_any_architecture_becomes_a_classifier_for_the_classes_of_the_data(folde
     settings = Settings(model=str(folder(name, weights)), max_length=32, dropout=0.0)
     tokenizer = load_tokenizer(settings, TEXTS)
     tokenizer.model_input_names = ["input_ids", "token_type_ids"]
-    model = load_classifier(settings, ["bad", "good", "mixed"], tokenizer).model
+    classifier = load_classifier(settings, ["bad", "good", "mixed"], tokenizer)
+    model = classifier.model
+    assert json.loads(json.dumps(classifier.config, allow_nan=False)) == classifier.config
     assert is_pretrained(settings.model) is weights
     assert model.config.id2label == {0: "bad", 1: "good", 2: "mixed"}
     assert model.accepts_loss_kwargs is False, "Trainer would inflate loss and gradients"
@@ -82,6 +86,21 @@ def test_layerdrop_and_switches_are_not_overridden_as_dropout():
     override_dropout(config, 0.3)
     assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob, config.classifier_dropout) == (0.3,) * 3
     assert (config.encoder_layerdrop, config.use_dropout_anywhere) == (0.2, True)
+
+
+def test_a_config_with_values_that_json_does_not_have_can_be_recorded():
+    content = describe_config(BertConfig(scale=float("inf"), offset=float("nan"), kind=object))
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+
+
+def test_the_code_of_a_model_counts_only_if_it_is_run(tmp_path):
+    (tmp_path / "modeling.py").write_text("a = 1\n")
+    before = hash_code(str(tmp_path), True)
+    (tmp_path / "modeling.py").write_text("a = 2\n")
+    assert before is not None
+    assert hash_code(str(tmp_path), True) not in (before, None)
+    assert hash_code(str(tmp_path), False) is None
+    assert hash_code("org/name", True) is None
 
 
 def test_weights_come_from_the_folder_or_are_initialized_from_the_seed(folder):
