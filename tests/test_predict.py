@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from helpers.architectures import write_model
 from helpers.jobs import write_reviews
 from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
 
@@ -39,9 +38,6 @@ def trained(world, tmp_path_factory):
     pd.DataFrame({"label": ["gut", "差"] * 20, "review": ["好"] * 40}).to_csv(folder / "wrong.csv", index=False)
     AutoModel.from_config(AutoConfig.from_pretrained(folder / "run/model")).save_pretrained(folder / "headless")
     AutoTokenizer.from_pretrained(folder / "run/model").save_pretrained(folder / "headless")
-    write_model(folder / "untokenized", "bert")
-    for file in (folder / "untokenized").glob("*token*"):
-        file.unlink()
     (folder / "unfinished").mkdir()
     shutil.copy(folder / "run/settings.json", folder / "unfinished")
     return folder
@@ -199,7 +195,6 @@ def test_a_label_column_that_is_named_is_required(run, predict):
         (["run", "a", "--max_length=100000"], "accepts at most"),
         (["run", "\udcff"], "a text is not valid UTF-8"),
         (["run", "好", " "], "a text is empty"),
-        (["untokenized", "a"], "its tokenizer has no vocabulary"),
         (["run", "a", "--output="], "--output .: exists"),
         ([f"{'x' * 300}/model", "a"], "no such folder"),
         (["run", f"--csv={'x' * 300}.csv"], "File name too long"),

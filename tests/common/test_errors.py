@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 
@@ -10,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import compare
 from app.common.errors import Preempted, RunError, UserError, escape_control_characters
 from app.common.files import write_json
-from app.program import run_program
 
 
 @pytest.mark.parametrize("kind", [UserError, RunError, Preempted])
@@ -34,13 +31,3 @@ def test_only_what_cannot_be_printed_is_escaped():
 def test_a_path_that_is_not_utf8_survives_json(tmp_path):
     write_json(tmp_path / "settings.json", {"csv": "a\udcffb"})
     assert json.loads((tmp_path / "settings.json").read_text("utf-8")) == {"csv": "a\udcffb"}
-
-
-def test_compare_prints_its_help_in_any_output_encoding(monkeypatch):
-    written = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict", write_through=True))
-    monkeypatch.setattr("sys.argv", ["compare", "--help"])
-    with pytest.raises(SystemExit) as exit:
-        run_program(compare.main)
-    assert exit.value.code == 0
-    assert b"[--flag VALUE \\u2026]" in written.getvalue()

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo
 from transformers import BertConfig, BertModel
 
-from app.common.errors import raised_by_model
 from app.distributed import failure
 from app.distributed.collectives import wait_for_device
 from app.distributed.failure import is_lost_contact
@@ -100,35 +99,33 @@ def printed(monkeypatch, capfd):
 
 
 @pytest.fixture
-def bert() -> BertModel:
-    return BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9))
+def raised_by_bert(monkeypatch):
+    """A function that returns what a BERT raises for a token that it lacks, or what `embed` raises in its place."""
+
+    def fail(embed=torch.nn.Embedding.forward) -> Exception:
+        monkeypatch.setattr(torch.nn.Embedding, "forward", embed)
+        model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9))
+        with pytest.raises(Exception, match=r".") as caught:
+            model(input_ids=torch.tensor([[9]]))
+        return caught.value
+
+    return fail
 
 
-def raised(model: torch.nn.Module, token: int = 1) -> Exception:
-    """What the model raises in its forward pass."""
-    with pytest.raises(Exception, match=r".") as caught:
-        model(input_ids=torch.tensor([[token]]))
-    return caught.value
+def test_a_limit_of_the_model_is_one_line_of_one_rank(printed, raised_by_bert):
+    line = "error: rank 0 failed outside of training: index out of range in self"
+    assert printed(raised_by_bert(), raised_by_bert()) == [line]
 
 
-def test_a_limit_of_the_model_is_one_line_of_one_rank(printed, bert):
-    assert printed(raised(bert, 9), raised(bert, 9)) == [
-        "error: rank 0 failed outside of training: index out of range in self"
-    ]
-
-
-def test_too_little_gpu_memory_is_not_called_a_failure_of_the_model(printed, bert, monkeypatch):
+def test_too_little_gpu_memory_is_not_called_a_failure_of_the_model(printed, raised_by_bert):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    monkeypatch.setattr(torch.nn.Embedding, "forward", Mock(side_effect=error))
-    (line,) = printed(raised(bert))
+    (line,) = printed(raised_by_bert(Mock(side_effect=error)))
     assert "try more --gradient_accumulation_steps" in line
-    assert line.endswith(": CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert line.endswith(f": {error}")
 
 
-def test_a_defect_of_this_program_inside_a_model_keeps_its_traceback(printed, bert):
-    bert.embeddings.register_forward_pre_hook(lambda *_: wait_for_device(None))  # any function of the program
-    problem = raised(bert)
-    assert not raised_by_model(problem)
+def test_a_defect_of_this_program_inside_a_model_keeps_its_traceback(printed, raised_by_bert):
+    problem = raised_by_bert(lambda *_: wait_for_device(None))  # any function of the program
     lines = printed(problem)
     assert lines[0].startswith("Traceback ")
     assert any("modeling_bert" in line for line in lines)

@@ -11,7 +11,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 from fake_cuda import guard
 from fake_cuda.memory import access_on_host
-from fake_cuda.report import REPORT
 from fake_cuda.tensor import FakeCuda, tensors_in, use_on_stream
 
 
@@ -19,7 +18,6 @@ def install() -> None:
     """Apply all patches."""
     torch._C._set_only_lift_cpu_tensors(True)
     _set_data()
-    _note_moved_modules()
     _record_futures()
     _check_host_reads()
     _profile_the_cpu()
@@ -50,19 +48,6 @@ def _set_data() -> None:
     torch._has_compatible_shallow_copy_type = lambda *_: True  # `Module.to` would make new parameters otherwise
     # `swap_tensors` refuses tensors with weak references, which is too careful here: they remain valid.
     torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # type: ignore[assignment,attr-defined]
-
-
-def _note_moved_modules() -> None:
-    original = torch.nn.Module.to
-
-    def to(self: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
-        was_on_gpu = any(isinstance(parameter, FakeCuda) for parameter in self.parameters())
-        module: torch.nn.Module = original(self, *args, **options)
-        if not was_on_gpu and any(isinstance(parameter, FakeCuda) for parameter in self.parameters()):
-            REPORT.notes[f"all of a {type(self).__name__} moved at once"] += 1
-        return module
-
-    torch.nn.Module.to = to  # type: ignore[method-assign]
 
 
 def _record_futures() -> None:

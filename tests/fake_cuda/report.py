@@ -31,7 +31,7 @@ class Report:
     Attributes:
         races: accesses to memory that no event or wait orders.
         waits: of the host, for work on the device that was not known to be over.
-        notes: the collectives that were called, and the modules that were moved to the device as a whole.
+        notes: the collectives that were called.
         kernels: how many were launched.
     """
 

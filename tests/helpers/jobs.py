@@ -141,15 +141,10 @@ class Job(TorchrunJob):
     def processes(self) -> list[psutil.Process]:
         return self.torchrun.processes() if self._forks else super().processes()
 
-    def find_rank(self, rank: int, restart_count: int | None = None) -> psutil.Process | None:
-        if not self._forks:
-            return super().find_rank(rank, restart_count)
-        files = Path(self._folder.name).glob(f"{rank}-{'*' if restart_count is None else restart_count}")
-        pids = [int(file.read_text()) for file in files]
-        return next((process for process in self.processes() if process.pid in pids), None)
-
     def rank(self, rank: int) -> psutil.Process:
         """The process of a rank."""
+        if self._forks:
+            return psutil.Process(int(Path(self._folder.name, str(rank)).read_text()))
         process = self.find_rank(rank)
         assert process is not None, f"no rank {rank}:\n{self.text}"
         return process

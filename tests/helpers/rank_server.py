@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 import psutil
 
 PROJECT = Path(__file__).parents[2]
-PIDS = "RANK_PIDS"  # variable: the folder in which a job's ranks have files `RANK-RESTARTS` with their process ids
+PIDS = "RANK_PIDS"  # variable: the folder in which each of a job's ranks has a file with its process id
 IMPORTED = (
     *("torch.distributed.run", "torch.distributed._composable", "helpers.architectures", "app.metrics.score"),
     *("app.check", "app.compare", "app.ddp_loop", "app.minimal", "app.predict", "app.trainer_run"),
@@ -148,8 +148,7 @@ class ForkedProcess(subprocess.Popen[bytes]):
         self.pid = os.fork()
         if self.pid:
             if PIDS in env and "RANK" in env:
-                name = f"{env['RANK']}-{env['TORCHELASTIC_RESTART_COUNT']}"
-                Path(env[PIDS], name).write_text(str(self.pid))
+                Path(env[PIDS], env["RANK"]).write_text(str(self.pid))
             return
         try:
             for number, file in ((1, stdout), (2, stderr)):
