@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from app.bench import speed
-from app.bench.core import MOST_CALLS, Page, alternate, compared
+from app.bench.core import MOST_CALLS, Page, alternate
 
 HOSTILE = "<script>document.title='ran'</script><img src=x onerror=alert(1)> \x1b[31m{{ 7 * 7 }}"
 
@@ -69,11 +69,6 @@ def test_calls_are_timed_in_rounds_whose_order_alternates(world, monkeypatch):
     times = alternate({"short": partial(take, "s", 2**-20)}, 1.0, world)
     assert (len(times), len(called)) == (7, 2 + 7 * MOST_CALLS)
     assert times["short"].tolist() == pytest.approx([2**-20] * 7)
-
-
-def test_ratios_are_those_of_the_same_round():
-    frame = compared(pd.DataFrame({"a": [1.0, 2.0, 4.0], "b": [3.0, 4.0, 4.0]}))
-    assert frame.to_numpy().tolist() == [["2 s", 1.0, 1.0, 1.0], ["4 s", 2.0, 1.0, 3.0]]
 
 
 def test_speed_padding_mfu_and_ratios_of_known_steps(tmp_path, capsys):
