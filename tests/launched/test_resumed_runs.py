@@ -7,7 +7,11 @@ those of other files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +19,17 @@ from typing import Any
 import pandas as pd
 import pytest
 from helpers.architectures import CONFIGS, write_model
-from helpers.jobs import Outcome, TrainingRun, read_steps, require_success, run_many, write_subset
+from helpers.jobs import Job, Outcome, TrainingRun, count_steps, read_steps, require_success, run_many, write_subset
 from helpers.marks import slow_after
-from launched.interruptions import SIGNALS, kill_in_evaluation, lose_second_node, stop
 from launched.shared_jobs import JOBS, SharedRuns
+from launched.two_nodes import kill_node, processes_on, start, wait_for_all, wait_until
 
 from app.runs.hashes import hash_results
 
 pytestmark = pytest.mark.launched
 PATHS = ("ddp_loop", "trainer_run")
+FAULTY = str(Path(__file__).with_name("faulty.py"))
+COMMON = ["--use_cpu", "--threads=1", "--disable_tqdm", "--cache_dir=cache"]
 JOB = {1: "one_rank", 2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}
 # 162 training rows: 10 steps per epoch. Checkpoints in the middle of an epoch and between two evaluations, with
 # dropout and clipping.
@@ -62,6 +68,17 @@ VARIANTS = {
 VARIANTS["xlnet"].append("--ddp_find_unused_parameters")
 # Any ranks, strategy and path train these variants to the same bits as ddp_loop with so many ranks; the others as one.
 REFERENCE_RANKS = {"three": 3, "classes": 2} | dict.fromkeys(MODELS, 2)
+SIGNALS = {  # the number, and the processes that get it
+    "SIGTERM to rank 1": (signal.SIGTERM, ["rank 1"]),
+    "SIGUSR1 to rank 0": (signal.SIGUSR1, ["rank 0"]),
+    "SIGINT to torchrun": (signal.SIGINT, ["torchrun"]),
+    "SIGUSR1 to torchrun": (signal.SIGUSR1, ["torchrun"]),
+    "SIGTERM to torchrun and all ranks": (signal.SIGTERM, ["torchrun", "rank 0", "rank 1"]),  # as Slurm does
+    "SIGTERM in an evaluation": (signal.SIGTERM, []),  # which a rank sends itself
+}
+# A node is lost if it has been silent for 5 s. The others then wait up to 5 s for more nodes.
+RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
+KILLED = "SIGKILL in an evaluation"
 NODE_RETURNS, NODE_MISSING = "a node dies and comes back", "a node is missing for some time"
 
 
@@ -125,11 +142,8 @@ SLOW_CELLS = [
     Cell("ddp_loop", PLAIN, PLAIN, "SIGINT to torchrun", "long"),
     Cell("ddp_loop", PLAIN, PLAIN, "SIGUSR1 to torchrun", "long"),
     Cell("trainer_run", PLAIN, PLAIN, "SIGTERM to torchrun and all ranks", "long"),
-    *(
-        Cell(path, PLAIN, PLAIN, f"{name} in an evaluation", "evaluated")
-        for path in PATHS
-        for name in ("SIGTERM", "SIGKILL")
-    ),
+    *(Cell(path, PLAIN, PLAIN, "SIGTERM in an evaluation", "evaluated") for path in PATHS),
+    *(Cell(path, PLAIN, PLAIN, KILLED, "evaluated") for path in PATHS),
     Cell("ddp_loop", PLAIN, PLAIN, NODE_RETURNS, "slow"),
     Cell("ddp_loop", (2, "zero3"), (2, "zero3"), NODE_MISSING, "slow"),
 ]
@@ -164,28 +178,79 @@ def write_inputs(folder: Path, csv: Path) -> None:
 def after_signals(shared_folder) -> dict[str, tuple[int, Outcome]]:
     """The step after which each run stopped, and the outcome of resuming it; one job resumes all."""
     cells = {cell.name: cell for cell in SLOW_CELLS if cell.interruption in SIGNALS}
-    steps = {
-        name: stop(cell.path, cell.run(cell.path, "ddp").flags, shared_folder / name, str(cell.interruption))
-        for name, cell in cells.items()
-    }
+    steps = {name: stop(cell, shared_folder / name) for name, cell in cells.items()}
     again = {name: cell.run(cell.path, "ddp", "--resume_from_checkpoint=auto") for name, cell in cells.items()}
     outcomes = run_many(shared_folder, again)
     return {name: (steps[name], outcomes[name]) for name in cells}
 
 
-def interrupt_and_resume(cell: Cell, folder: Path, request: pytest.FixtureRequest) -> None:
-    """Let the run `folder / cell.name` be interrupted and resumed, and check from which step it was resumed."""
-    flags, run = cell.run(cell.path, cell.before[1]).flags, folder / cell.name
-    if cell.interruption in SIGNALS:
-        step, outcome = request.getfixturevalue("after_signals")[cell.name]
-        assert outcome.problem is None
-        assert 5 <= step < len(read_steps(folder / cell.reference))
-        assert f"(step {step})" in outcome.out
-    elif cell.interruption == "SIGKILL in an evaluation":
-        assert kill_in_evaluation(cell.path, [*flags, f"--output_dir={run}"], folder) == [4]
-    else:
-        nodes = request.getfixturevalue("nodes")
-        lose_second_node(nodes, cell.path, flags, run, trains_without=cell.interruption == NODE_MISSING)
+def stop(cell: Cell, run: Path) -> int:
+    """Start a run on two ranks and send it signals. Return the step after which all ranks have saved and stopped."""
+    number, targets = SIGNALS[str(cell.interruption)]
+    program = [cell.path] if targets else [FAULTY, cell.path, "signal_in_evaluation"]
+    flags = [*cell.run(cell.path, "ddp").flags, *COMMON, f"--output_dir={run}"]
+    with Job(*program, *flags, cwd=run.parent, SIGNAL=number.name) as job:
+        job.wait_for(lambda: count_steps(run) >= (5 if targets else 1))
+        processes = {f"rank {rank}": job.rank(rank) for rank in range(2)} | {"torchrun": job.torchrun}
+        for target in targets:
+            processes[target].send_signal(number)
+        done = job.finish(30)  # the time between SIGTERM and SIGKILL that torchrun and Slurm grant
+    (line,) = (line for line in done.err.splitlines() if line.startswith("stopped: after step "))
+    if "torchrun" not in targets:
+        assert "exitcode  : 75" in done.err
+    step = int(line.split()[3])
+    assert count_steps(run) == step
+    assert not (run / "metrics.json").exists()
+    return step
+
+
+def kill_in_evaluation(cell: Cell, run: Path) -> None:
+    """Kill a rank in the first evaluation, after step 4. torchrun restarts the job."""
+    flags = [*cell.run(cell.path, "ddp").flags, *COMMON, f"--output_dir={run}"]
+    options = {"torchrun_flags": ("--standalone", "--max-restarts=1"), "SIGNAL": "SIGKILL"}
+    with Job(FAULTY, cell.path, "signal_in_evaluation", *flags, cwd=run.parent, **options) as job:
+        done = job.finish()
+    assert done.status == 0, done.err
+    assert re.findall(r"resumed from .*\(step (\d+)\)", done.out) == ["4"]
+
+
+def lose_second_node(nodes: list[str], cell: Cell, run: Path) -> None:
+    """Lose the second of two nodes and bring it back. Meanwhile the job waits for it, or trains on one rank."""
+    flags, trains_without = cell.run(cell.path, cell.before[1]).flags, cell.interruption == NODE_MISSING
+    # multi_node.sh changes to the project's folder.
+    places = [f"--csv={run.parent / 'reviews.csv'}", f"--cache_dir={run.parent / 'cache'}", f"--output_dir={run}"]
+    job = {"NNODES": "1:2" if trains_without else "2", "MAX_RESTARTS": "3", "RDZV_CONF": RENDEZVOUS}
+    logs: list[Path] = []
+
+    def start_on(node: int) -> subprocess.Popen[bytes]:
+        logs.append(run.with_name(f"{run.name}-{len(logs)}.log"))
+        return start(nodes, node, "c10d", f"app.{cell.path}", *flags, *COMMON, *places, log=logs[-1], **job)
+
+    def printed() -> str:
+        return "\n".join(log.read_text() for log in logs)
+
+    def trains_on(ranks: int) -> bool:
+        settings = run / "settings.json"  # a job that starts or resumes writes it before its first step
+        return settings.exists() and json.loads(settings.read_text())["world_size"] == ranks
+
+    def require(happened: Callable[[], bool]) -> None:
+        wait_until(happened, 120)
+        assert happened(), printed()
+
+    first, second = map(start_on, range(2))
+    require(lambda: trains_on(2) and count_steps(run) >= 10)
+    kill_node(nodes[1])
+    second.wait(60)
+    if trains_without:
+        require(lambda: trains_on(1))
+        before = count_steps(run)
+        require(lambda: count_steps(run) > before)
+    second = start_on(1)
+    wait_for_all([first, second], 360)
+    assert [first.returncode, second.returncode] == [0, 0], printed()
+    assert "resumed from" in printed()
+    assert trains_on(2)
+    assert not [pid for node in nodes for pid in processes_on(node)]
 
 
 @pytest.mark.parametrize("cell", slow_after(len(FAST_CELLS), FAST_CELLS + SLOW_CELLS), ids=lambda cell: cell.name)
@@ -198,8 +263,15 @@ def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(cell, traine
     steps = read_steps(shared_folder / cell.reference)
     if isinstance(cell.interruption, int):
         assert f"(step {cell.interruption})" in outcomes[cell.name].out
+    elif cell.interruption in SIGNALS:
+        step, outcome = request.getfixturevalue("after_signals")[cell.name]
+        assert outcome.problem is None
+        assert 5 <= step < len(steps)
+        assert f"(step {step})" in outcome.out
+    elif cell.interruption == KILLED:
+        kill_in_evaluation(cell, shared_folder / cell.name)
     else:
-        interrupt_and_resume(cell, shared_folder, request)
+        lose_second_node(request.getfixturevalue("nodes"), cell, shared_folder / cell.name)
     if cell.interruption == 8:
         assert steps[7]["epoch"] % 1 != 0, "the checkpoint must be from the middle of an epoch"
     if cell.variant == "early":
