@@ -42,7 +42,12 @@ class OneLineParser(argparse.ArgumentParser):
         """Parse flags, which may also be written with hyphens: `--some-name`."""
         given = list(sys.argv[1:] if args is None else args)
         end = given.index("--") if "--" in given else len(given)  # what follows is no flag
-        return super().parse_known_args([*map(underscored, given[:end]), *given[end:]], namespace, **options)
+        flags = [*map(underscored, given[:end])]
+        for place, flag in enumerate(flags):
+            is_switch = getattr(self._option_string_actions.get(flag), "nargs", None) == "?"
+            if is_switch and flags[place + 1 : place + 2] not in (["true"], ["false"]):
+                flags[place] += "=true"  # otherwise it would take the text after it as its value
+        return super().parse_known_args([*flags, *given[end:]], namespace, **options)
 
     def error(self, message: str) -> NoReturn:
         message = shorten(message.replace("unrecognized arguments:", "unknown argument"), 300)

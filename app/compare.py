@@ -67,8 +67,8 @@ def main() -> int:
         return run_ablation(settings, options["nproc_per_node"], options["seeds"] or 3)
     runs, asserts = options["runs"], options["assert_equal"]
     folder, pairs = (None, [[read_run(Path(run)) for run in runs]]) if runs else train_pairs(settings, options)
+    a, b = pairs[0]
     if runs and asserts and settings.output_dir is None:  # without a report
-        a, b = pairs[0]
         check_same_rows(a, b)
         difference = first_difference(a, b)
         explanation = difference and explain(a, b, difference)
@@ -77,7 +77,6 @@ def main() -> int:
         from .report.render import write_comparison
 
         baselines = not options["no_baselines"]
-        a, b = pairs[0]
         comparison = compare_seeds(pairs, baselines) if len(pairs) > 1 else compare_runs(a, b, baselines)
         # Only now: a mistake in the runs leaves no folder.
         folder = folder or create_folder(settings.output_dir, RUNS / "comparisons")
@@ -112,13 +111,11 @@ def train_pairs(settings: Settings, options: dict[str, Any]) -> tuple[Path, list
         The folder that holds all runs, and a pair of runs for each seed.
     """
     from .model.hub import resolve_commit
-    from .model.load import load_config
     from .training.build import read_and_split
 
     ranks, seeds = resolve_nproc_per_node(options["nproc_per_node"], settings), options["seeds"] or 1
     read_and_split(settings, ranks)  # reports a mistake before any job starts
     settings = replace(settings, revision=resolve_commit(settings))  # every run starts from the same commit
-    load_config(settings, settings.revision)
     folder = create_folder(settings.output_dir, RUNS / "comparisons")
     pairs = []
     for seed in range(settings.seed, settings.seed + seeds):

@@ -29,7 +29,7 @@ OF_PREDICTIONS = (
 )
 OF_SPLIT = ("test_size", "validation_size", "seed")
 USED = (
-    *(*FILES, *OF_PREDICTIONS),
+    *(*FILES, "encoding", *OF_PREDICTIONS),
     *("cache_dir", "revision", "trust_remote_code", "use_cpu", "ddp_timeout", "disable_tqdm"),
 )
 
@@ -54,8 +54,9 @@ if __name__ == "__main__":
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,12 +65,13 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 from tqdm import tqdm
+from transformers import DataCollatorWithPadding
 
 from .common.errors import RunError, UserError, escape_control_characters
 from .common.files import write_text
 from .common.formats import labeled
 from .common.terminal import hides_progress
-from .data.loaders import Collator, build_eval_set, form_eval_batches
+from .data.loaders import build_eval_set, form_eval_batches
 from .data.reviews import Indices, ReviewTable, clean, describe_dropped
 from .data.sources import Source, open_file
 from .data.tokenize import lengths_of, occurring_tokens, tokenize
@@ -78,9 +80,9 @@ from .distributed.collectives import broadcast_object, local_main_process_first,
 from .distributed.environment import rank_and_sizes
 from .distributed.process_group import join
 from .distributed.world import World
-from .metrics.score import load_metrics, score
+from .metrics.score import score
 from .model.hub import resolve_commit
-from .model.load import load_trained
+from .model.load import check_length, load_trained, most_tokens
 from .record.results import predictions_as_csv
 from .runs.reader import read_object
 from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
@@ -100,7 +102,7 @@ class Task:
     texts: list[str] | None  # to predict instead of a CSV
     part: Part | None  # of the run's split; None for all rows of the CSV
     output: Path | None  # None to print the predictions
-    requires_labels: bool  # whether the user has named the label column
+    given: Collection[str]  # the settings on the command line: the model must accept a length, the CSV have labels
 
 
 def main(settings: Settings, *, run_or_model: str, texts: list[str], split: Part | None, output: str | None) -> None:
@@ -118,9 +120,7 @@ def predict(task: Task, world: World) -> None:
     """
     quiet_libraries(world)
     settings = task.settings
-    with raise_on_all_ranks(world):
-        commit = resolve_commit(settings) if world.is_main_process else None
-    commit = broadcast_object(commit, world)
+    commit = broadcast_object(partial(resolve_commit, settings), world)
     with local_main_process_first(world):  # it downloads the model, and reads the CSV into the cache
         model, tokenizer = load_trained(settings, world.device, commit)
         names: Any = model.config.id2label or {}
@@ -129,18 +129,20 @@ def predict(task: Task, world: World) -> None:
     with_classes = replace(table, labels=table.labels.clip(0))
     cache_dir = Path(settings.cache_dir) if task.texts is None else None
     with local_main_process_first(world):
-        rows = tokenize(with_classes, tokenizer, settings.max_length, cache_dir=cache_dir)
+        if "max_length" in task.given:
+            check_length(settings, model.config, tokenizer)
+        max_length = min(settings.max_length, most_tokens(model.config, tokenizer))
+        rows = tokenize(with_classes, tokenizer, max_length, cache_dir=cache_dir)
     lengths = lengths_of(rows)
     with raise_on_all_ranks(world):
-        check_rows(settings.model, model.config, table, lengths=lengths, tokens=occurring_tokens(rows))
-        load_metrics()
+        check_rows(settings.model, model.config, table, rows=rows, tokens=occurring_tokens(rows))
     # The batches, and with them the logits, are those of a run's evaluation, at any number of ranks.
     eval_set = build_eval_set(
         "rows to predict",
         rows.select(part),
         with_classes.labels[part],
         batches=form_eval_batches(lengths[part], settings.eval_batch_size),
-        collator=Collator(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),
+        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),
         world=world,
     )
     hides = hides_progress(settings.disable_tqdm, world.is_main_process)
@@ -204,7 +206,7 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
     if part is None and (unused := [flag for flag in FILES[1:] if flag in given]):
         raise UserError(f"--{unused[0]}: allowed only with --split; to predict other rows, give a file with --csv")
     if part is not None:
-        files = {flag: recorded.get(flag) for flag in FILES}
+        files = {flag: recorded.get(flag) for flag in (*FILES, "encoding")}
         if files["dataset_name"] is not None:
             files["csv"] = None  # recorded as the place of the data set
         values |= files | {flag: given[flag] for flag in FILES if flag in given}  # if they have moved
@@ -224,7 +226,7 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
         except OSError as problem:
             raise UserError(f"--output {path}: cannot be written: {problem.strerror or problem}") from None
     lines = None if reads_a_file else find_texts(texts)
-    return Task(settings, run, lines, part, path, requires_labels="label_column" in given or part is not None)
+    return Task(settings, run, lines, part, path, given)
 
 
 def find_run(folder: Path) -> Path | None:
@@ -264,8 +266,9 @@ def read_rows(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, Indi
     if task.texts is not None:
         source, has_labels = Source(Path("-"), Dataset.from_dict({settings.text_column: task.texts})), False
     else:
-        source = open_file(settings.csv_path, Path(settings.cache_dir))
-        has_labels = task.requires_labels or settings.label_column in source.table.column_names
+        file = open_file(settings.csv_path, Path(settings.cache_dir), settings.encoding)
+        source = replace(file, may_lack_labels=True)
+        has_labels = "label_column" in task.given or settings.label_column in source.table.column_names
     columns = (settings.text_column, settings.label_column if has_labels else None)
     table = clean({"train": source}, columns, class_names=class_names, label_names=settings.label_names)
     return table, np.arange(len(table), dtype=np.int64), has_labels
@@ -279,7 +282,7 @@ def read_rows_of_run(task: Task, part: Part) -> tuple[ReviewTable, Indices]:
     """
     assert task.run is not None, "define_task has checked it"
     settings = replace(task.settings, train_batch_size=1)  # nothing is trained: any number of rows will do
-    table, split, _ = read_and_split(settings, 1, cache_dir=Path(settings.cache_dir))
+    table, split, _ = read_and_split(settings, 1, Path(settings.cache_dir))
     if split.fingerprint != read_object(task.run, SPLIT)["fingerprint"]:
         raise UserError(
             f"{task.run}: its files have changed since the run split them; if they have moved, give the new location "

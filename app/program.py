@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,7 +33,6 @@ class Program(CommandLine):
             signal.signal(signal.SIGINT, lambda *_: _exit_interrupted())  # no traceback of the imports
         # Imports create a million objects, but hardly any garbage: collections are enabled by `stop_importing`.
         gc.disable()
-        gc.set_threshold(20_000, 20, 20)
         # A thread that waits for another one would use its core up to the end of its time slice, which other programs,
         # or even the thread that it waits for, have to wait for. OpenMP reads the variable when torch is imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -41,6 +41,7 @@ class Program(CommandLine):
         sys.argv[1:] = [flag for flag in sys.argv[1:] if not flag.startswith("--local-rank=")]
         wants_help = bool({"-h", "--help"} & set(sys.argv[1:]))
         try:
+            check_libraries()
             rank, size, _, local_size = rank_and_sizes()
             if wants_help and rank != 0:
                 sys.exit(0)  # rank 0 prints the help
@@ -73,6 +74,10 @@ class Program(CommandLine):
         stop_importing()
         if not started_by_torchrun():
             os.environ.update(SINGLE_PROCESS)
+            tasks = os.environ.get("SLURM_NTASKS", "1")
+            if tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
+                advice = f"SLURM_NTASKS={tasks}, but without torchrun each task trains for itself (docs/clusters.md)"
+                print(f"warning: {advice}", file=sys.stderr, flush=True)
         rank, status = rank_and_sizes()[0], 0
         # Trainer and accelerate read them and the hand-written loop does not, so the two paths would train differently.
         names = [name for name in os.environ if name.startswith("ACCELERATE_")]
@@ -100,12 +105,16 @@ class Program(CommandLine):
         exit_now(status)  # without exit handlers, in which the library of a tracker may wait forever
 
 
-def check_files(settings: Settings) -> None:
-    """Check that the files of reviews exist.
+def check_libraries() -> None:
+    """Raise UserError if a file in the current folder would be imported in place of a library."""
+    for name in ("accelerate", "datasets", "evaluate", "tokenizers", "torch", "transformers"):
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None and Path(spec.origin).parent == Path.cwd():
+            raise UserError(f"{spec.origin}: would be imported in place of the library {name}: rename it")
 
-    Raises:
-        UserError: there is no such file.
-    """
+
+def check_files(settings: Settings) -> None:
+    """Raise UserError if a file of reviews does not exist."""
     # Resuming a finished run must report that it is finished, even if its reviews no longer exist.
     if settings.resume_from_checkpoint is None:
         for path in (settings.csv, settings.validation_file, settings.test_file):

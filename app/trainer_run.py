@@ -30,7 +30,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers import PrinterCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .distributed.preemption import StopRequest
@@ -58,33 +58,26 @@ def main(settings: Settings) -> None:
 def fine_tune(settings: Settings, world: World) -> None:
     """Prepare the data and the model, train, and evaluate once on the test rows."""
     prepared = prepare("trainer_run", settings, world)
-    record = RunRecord(prepared)
+    record, data = RunRecord(prepared), prepared.data
     with StopRequest(world) as stop, record.locate_failures():
-        train_and_test(prepared, record, stop)
-
-
-def train_and_test(prepared: Preparation, record: RunRecord, stop: StopRequest) -> None:
-    """Train, and evaluate the test rows. Collective."""
-    data = prepared.data
-    trainer = ReviewTrainer(
-        prepared,
-        record,
-        model=prepared.model,
-        args=training_arguments(prepared),
-        data_collator=data.collator,
-        train_dataset=data.train_rows,
-        eval_dataset=prepared.eval_set.loader.dataset,
-        processing_class=data.tokenizer,
-    )
-    # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x accumulation
-    # steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
-    assert trainer.model_accepts_loss_kwargs is False
-    for default in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(default)
-    trainer.add_callback(RecordCallback(trainer, stop))
-    train(trainer, prepared)
-    logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)
-    record.finish(logits, score(logits, prepared.test_set.labels))
+        trainer = ReviewTrainer(
+            prepared,
+            record,
+            model=prepared.model,
+            args=training_arguments(prepared),
+            data_collator=data.collator,
+            train_dataset=data.train_rows,
+            eval_dataset=prepared.eval_set.loader.dataset,
+            processing_class=data.tokenizer,
+        )
+        # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x
+        # accumulation steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
+        assert trainer.model_accepts_loss_kwargs is False
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(RecordCallback(trainer, stop))
+        train(trainer, prepared)
+        logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)
+        record.finish(logits, score(logits, prepared.test_set.labels))
 
 
 def train(trainer: ReviewTrainer, prepared: Preparation) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import re
+import sys
 from itertools import product
 from typing import get_args
 
@@ -15,6 +17,7 @@ from helpers.worlds import fake_world
 from app.cli import CommandLine, as_flags, parse_settings
 from app.common.errors import UserError
 from app.data.sampler import plan_batches, resolve_train_batch_size
+from app.program import check_libraries
 from app.settings import TYPES, Settings
 from app.strategies.ddp import DDPStrategy
 from app.training.step import build_optimizer, build_scheduler
@@ -82,6 +85,17 @@ def test_either_batch_size_on_the_command_line_overrides_the_other_in_the_config
     assert (settings.train_batch_size, settings.per_device_train_batch_size) == (64, None)
     settings = parse("--per_device_train_batch_size=4", config="train_batch_size: 64")
     assert resolve_train_batch_size(settings, world_size=2) == 8
+
+
+def test_a_file_that_would_be_imported_in_place_of_a_library_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    check_libraries()
+    (tmp_path / "evaluate.py").touch()
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match=r"evaluate\.py: would be imported in place of the library evaluate"):
+        check_libraries()
 
 
 def test_settings_survive_the_conversion_to_flags_and_back():

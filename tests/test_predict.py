@@ -101,12 +101,12 @@ def test_a_file_that_appears_while_rows_are_predicted_is_kept(run, predict, monk
 
 
 def test_predictions_of_texts_from_anywhere_are_those_of_a_plain_pipeline(run, predict):
-    texts = [*pd.read_csv(run / "predictions.csv")["review"], "=1+1"]
-    printed = predict("run", *texts)
+    texts = [*pd.read_csv(run / "predictions.csv")["review"], "好，差。" * 40, "=1+1"]  # one is cut
+    printed = predict("run", "--use_cpu", *texts)
     classify = pipeline("text-classification", model=str(run / "model"), top_k=None, device="cpu", dtype="float32")
     rows = pd.read_csv(io.StringIO(printed))
     assert list(rows.columns) == ["row", "predicted", "probability_gut", "probability_schlecht", "review"]
-    for row, scores in zip(rows.to_dict("records"), classify(texts, truncation=True, max_length=32), strict=True):
+    for row, scores in zip(rows.to_dict("records"), classify(texts, truncation=True), strict=True):
         assert row["predicted"] == scores[0]["label"]
         for score in scores:
             assert row[f"probability_{score['label']}"] == pytest.approx(score["score"], rel=1e-4)

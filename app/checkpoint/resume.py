@@ -125,7 +125,7 @@ def find_resume(path_name: str, settings: Settings, world: World) -> Resume:
         if world.is_main_process:
             found = find_checkpoint(path_name, settings, launchers, warn=world.print_main)
     lock_fd, is_finished = found.lock, bool(found.folder and (found.folder / METRICS.name).is_file())
-    found, is_finished = broadcast_object((replace(found, lock=None), is_finished), world)
+    found, is_finished = broadcast_object(lambda: (replace(found, lock=None), is_finished), world)
     if is_finished:
         if lock_fd is not None:
             os.close(lock_fd)

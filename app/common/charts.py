@@ -37,7 +37,6 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "axes.unicode_minus": True,
     "grid.color": RULE,
     "grid.linewidth": 0.8,
     "xtick.color": RULE,
@@ -66,7 +65,6 @@ def render_svg(height: int, label: str, draw: Callable[[Figure], None]) -> Marku
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     # Only inside tags: the text between them contains names, which may look like colors or ids.
     svg = re.sub(r"<[^>]*>", _adapt_tag, svg)
     root = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import traceback
 import unicodedata
@@ -23,7 +24,12 @@ def escape_control_characters(text: str) -> str:
 
 
 def escape_unencodable_output() -> None:
-    """Make `print` escape characters that the output encoding cannot represent, instead of raising."""
+    """Make `print` escape characters that the output encoding cannot represent, instead of raising.
+
+    Without a standard output, as in a daemon, it writes nothing.
+    """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

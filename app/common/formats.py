@@ -11,7 +11,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from .errors import escape_control_characters, shorten
 from .paths import TEMPLATES
 
-MAX_CELL_LENGTH = 160
 MIB = 2**20
 
 
@@ -20,7 +19,7 @@ def labeled(name: str, text: object) -> str:
     return f"{name:>14}  {escape_control_characters(str(text))}"
 
 
-def markdown_cell(text: object, max_length: int = MAX_CELL_LENGTH) -> str:
+def markdown_cell(text: object, max_length: int = 160) -> str:
     """Escape untrusted text for a cell of a Markdown table: one line, no HTML, no markup, no control characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     line = shorten(line, max_length).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -33,8 +33,6 @@ def unusable_accelerator() -> str | None:
 
     Apple's MPS is not reported: users of a Mac expect the CPU, and the output at the start names it.
     """
-    if torch.cuda.is_available():
-        return None
     # device_count() asks the driver by NVML, which also works with a driver that is too old for this PyTorch.
     if torch.cuda.device_count():
         return f"PyTorch {torch.__version__} cannot use this machine's GPUs: update their driver, or add --use_cpu"

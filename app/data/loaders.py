@@ -1,4 +1,4 @@
-"""Form batches of token ids: the collator, the arguments of loaders, and this rank's share of an eval set."""
+"""Form batches of token ids: the arguments of loaders, and this rank's share of an eval set."""
 
 from __future__ import annotations
 
@@ -11,36 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding
 
 from ..distributed.world import World
-
-
-@dataclass(frozen=True)
-class Collator:
-    """Pad rows to the longest of a batch, or to the next multiple of a number of tokens, as the tokenizer does.
-
-    The tokenizer would process the numbers in Python, which takes 20 times as long.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    pad_to_multiple_of: int = 1
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        width = -(-int(lengths.max()) // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        places = torch.arange(width)
-        on_left = self.tokenizer.padding_side == "left"
-        is_token = places >= width - lengths[:, None] if on_left else places < lengths[:, None]
-        fillers = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
-        batch = {"labels": torch.tensor([row["labels"] for row in rows])}
-        for name in self.tokenizer.model_input_names:
-            if name == "attention_mask":
-                batch[name] = is_token.long()
-            elif name in rows[0]:
-                batch[name] = torch.full((len(rows), width), fillers.get(name, 0))
-                batch[name][is_token] = torch.tensor([value for row in rows for value in row[name]])
-        return batch
 
 
 @dataclass(frozen=True)
@@ -75,7 +48,7 @@ def build_eval_set(
     labels: NDArray[np.int64],
     *,
     batches: list[list[int]],
-    collator: Collator,
+    collator: DataCollatorWithPadding,
     world: World,
 ) -> EvalSet:
     """Assign the batches of all rows to the ranks in turn: each row is on exactly one rank.
@@ -91,7 +64,7 @@ def build_eval_set(
     return EvalSet(name, labels, loader, [False] * len(own) + [True] * len(filler), positions)
 
 
-def loader_options(collator: Collator, device: torch.device) -> dict[str, Any]:
+def loader_options(collator: DataCollatorWithPadding, device: torch.device) -> dict[str, Any]:
     """Return the arguments that all loaders share. Their batches are copied to the device."""
     return {
         "collate_fn": collator,

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from datasets import ClassLabel, Json
 from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
@@ -24,13 +25,13 @@ from .sources import Source, hash_json, one_line_errors
 
 Indices = NDArray[np.int64]
 MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
+MAX_CHARACTERS = 4_000  # of such a row: learning a vocabulary takes time quadratic in the length of a run of characters
 
 # Every split fingerprint covers this text. Keep it word for word unless the rules themselves change.
 CLEANING_RULES = (
     "rows without a review (empty or only whitespace), then rows without a label (the same), are dropped; "
     "reviews are kept to the letter; labels are stripped, and 1.0 and +1 are the class 1"
 )
-MOST_SLICES = 10_000  # of the mapped reviews: more would be slow
 CHUNK = 10_000  # rows that are hashed at once
 
 # At most 18 digits, so that the value fits into int64. 007 is treated as a code, not as a number.
@@ -55,6 +56,7 @@ class ReviewTable:
     texts: pd.Series
     labels: np.ndarray  # class ids, int64 (n,); -1 for a row without a label, which only a table to predict has
     parts: Mapping[str, Indices] = field(default_factory=dict)  # the positions of each published part, if there are any
+    encoding: str | None = None  # of the training rows, if they are in a CSV
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -62,14 +64,13 @@ class ReviewTable:
     def texts_of(self, rows: Indices) -> pd.Series:
         """Return the reviews of some positions, which are sorted."""
         # With a mask, Arrow copies these reviews alone. With positions, it would first join all chunks in memory.
-        start, stop = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
-        mask = np.zeros(stop - start, dtype=bool)
-        mask[rows - start] = True
-        return self.texts.iloc[start:stop][mask]
+        mask = np.zeros(len(self), dtype=bool)
+        mask[rows] = True
+        return self.texts[mask]
 
     def sample_texts(self, rows: Indices) -> pd.Series:
-        """Return the reviews of `sample_rows`, to learn a vocabulary and embeddings from."""
-        return self.texts_of(sample_rows(rows))
+        """Return the beginnings of the reviews of `sample_rows`, to learn a vocabulary and embeddings from."""
+        return self.texts_of(sample_rows(rows)).str.slice(stop=MAX_CHARACTERS)
 
 
 def clean(
@@ -100,6 +101,14 @@ def clean(
     parts, rows = (frame.index.get_level_values(level).to_numpy() for level in (0, 1))
     texts = frame[columns[0]]
     labels = frame[columns[1]].fillna("").str.strip() if columns[1] else pd.Series("", frame.index)
+    secret = [part for part in sources if sources[part].may_lack_labels and labels[parts == part].eq("-1").all()]
+    if "-1" not in (class_names or labels[parts == "train"].unique()):
+        labels = labels.mask(np.isin(parts, secret), "")
+    again, header = np.arange(len(frame)), [name.strip().casefold() for name in columns if name]
+    for column in (labels, texts):  # hardly any label is a name of the header, so few texts are looked at
+        again = again[column.iloc[again].str.strip("\ufeff ").str.casefold().isin(header).to_numpy(bool)]
+    if len(again):  # files that were joined with `cat`
+        raise UserError(f"{path}: the header is repeated in {list_rows(rows[again])}: remove it")
     no_review = (texts.eq("") | texts.str.isspace()).fillna(True).to_numpy(bool)
     no_label = labels.eq("").to_numpy(bool) & ~no_review & (class_names is None)
     kept = ~no_review & ~no_label
@@ -108,14 +117,19 @@ def clean(
         for reason, is_missing in (("no review", no_review), ("no label", no_label)):
             if of_part := rows[is_missing & (parts == part)].tolist():
                 dropped[reason if part == "train" else f"{reason} ({part} file)"] = of_part
-        if not kept[parts == part].any():
+        if not kept[parts == part].any() and not (source.may_lack_labels and class_names is None):
             needed = "a review" if class_names else f"both a review ({columns[0]!r}) and a label ({columns[1]!r})"
             counts = ", ".join(f"{len(of_reason):,} with {reason}" for reason, of_reason in dropped.items())
             raise UserError(f"{source.path}: no row has {needed}: {counts}")
     labels, parts, rows = labels[kept], parts[kept], rows[kept]
+    # Slices remain in the mapped file, which all processes share; a mask would copy.
+    slices = np.ma.flatnotmasked_contiguous(np.ma.array(kept, mask=~kept))
+    texts = pd.concat([texts.iloc[part] for part in slices], ignore_index=True)
     names, origin = split_label_names(label_names or ""), "the model" if class_names else str(path)
     if class_names is None:
-        class_names = form_classes(path, str(columns[1]), labels[parts == "train"].unique().tolist())
+        declared = getattr(sources["train"].table.features[columns[1]], "names", None)  # of a ClassLabel, in its order
+        declared = [_class_name(name.strip()) for name in declared or ()]
+        class_names = declared or form_classes(path, str(columns[1]), labels[parts == "train"].unique().tolist())
         class_names = rename_classes(class_names, names, origin=origin)
     elif not {*names.values()} <= {*class_names}:  # otherwise, a run was trained with these names
         class_names = rename_classes(class_names, names, origin=origin)
@@ -136,9 +150,10 @@ def clean(
         dropped=dropped,
         class_names=tuple(class_names),
         rows=rows,
-        texts=_select(texts, kept),
+        texts=texts,
         labels=np.array(class_ids, dtype=np.int64)[codes],
-        parts={part: np.flatnonzero(parts == part) for part in sources} if len(sources) > 1 else {},
+        parts={part: np.flatnonzero(parts == part) for part in dict.fromkeys(parts)} if len(sources) > 1 else {},
+        encoding=sources["train"].encoding,
     )
 
 
@@ -155,7 +170,11 @@ def _read_columns(source: Source, columns: tuple[str, str | None]) -> pd.DataFra
 def _texts(source: Source, name: str) -> pa.ChunkedArray:
     column = source.table.data[name]
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        values = source.table[name][:]
+        values, feature = source.table[name][:], source.table.features[name]
+        if isinstance(feature, Json):  # `datasets` has converted all values, and so changed texts such as "007"
+            raise UserError(f"{source.path}: column {name!r} has texts and other values: make all of them texts")
+        if isinstance(feature, ClassLabel):  # -1 is no label
+            values = [None if value in (None, -1) else feature.int2str(value) for value in values]
         if odd := [row for row, value in enumerate(values) if not isinstance(value, str | int | float | None)]:
             raise UserError(f"{source.path}: row {odd[0]}, column {name!r}: is neither a text nor a number")
         # NaN is what writers other than pandas leave for a missing value.
@@ -164,15 +183,6 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
     with one_line_errors(f"{source.path}: column {name!r}"):
         column.validate(full=True)  # Arrow does not check the encoding of JSON and Parquet files when it reads them
     return column.cast(pa.large_string())
-
-
-def _select(texts: pd.Series, kept: NDArray[np.bool_]) -> pd.Series:
-    """Return the kept texts. Slices remain in the mapped file, which all processes share; a mask copies."""
-    slices = np.ma.flatnotmasked_contiguous(np.ma.array(kept, mask=~kept))
-    if len(slices) > MOST_SLICES:
-        return texts[kept].reset_index(drop=True)
-    selected: pd.Series = pd.concat([texts.iloc[part] for part in slices], ignore_index=True)
-    return selected
 
 
 def _hash_rows(frame: pd.DataFrame) -> str:
@@ -210,9 +220,7 @@ def form_classes(path: Path, label_column: str, labels: list[str]) -> list[str]:
     """Return the sorted class names of some distinct labels."""
     names = sorted({_class_name(label) for label in labels})
     if len(names) == 1:
-        raise UserError(
-            f"{path}: column {label_column!r} has only one class, {list_names(names)}; at least two are required"
-        )
+        raise UserError(f"{path}: column {label_column!r} has only one class, {list_names(names)}: two are required")
     return sorted(names, key=int) if all(map(INTEGER.fullmatch, names)) else names
 
 
@@ -223,11 +231,7 @@ def _class_name(label: str) -> str:
 
 
 def rename_classes(classes: Sequence[str], names: Mapping[str, str], *, origin: str) -> tuple[str, ...]:
-    """Return the classes with other names for some of them.
-
-    Args:
-        origin: what has the classes, for messages.
-    """
+    """Return the classes that `origin` has, with other names for some of them."""
     renamed = tuple(names.get(label, label) for label in classes)
     if not {*names} <= {*classes} or len({*renamed}) < len(renamed):
         raise UserError(

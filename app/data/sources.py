@@ -6,6 +6,7 @@ map: the reviews may be larger than the memory.
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
 import json
@@ -13,6 +14,7 @@ import logging
 import os
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import pandas as pd
+import pooch
+from charset_normalizer.constant import FREQUENCIES
 
 from ..common.errors import UserError, list_names, shorten
 from ..common.files import check_exists
@@ -30,6 +35,7 @@ from ..settings import Settings
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # everything else is a CSV
 # Chinese text in GB18030 is hardly ever valid UTF-8, but many texts in UTF-8 are valid GB18030.
 ENCODINGS = ("utf-8-sig", "gb18030")
+FREQUENT = frozenset(FREQUENCIES["Chinese"])  # about a third of the characters of Chinese texts
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class Source:
     path: Path  # the file or data set, for messages
     table: datasets.Dataset
     sha256: str | None = None  # of the bytes of a CSV file; None for anything else
+    encoding: str | None = None  # of a CSV
+    may_lack_labels: bool = False  # for published test rows whose labels are secret, as those of GLUE
 
 
 def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str, Source]:
@@ -55,73 +63,109 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     name = settings.dataset_name
     if name is None:
         files = {"train": settings.csv_path, "validation": settings.validation_file, "test": settings.test_file}
-        return {part: open_file(Path(path), cache_dir) for part, path in files.items() if path is not None}
+        given = settings.encoding
+        return {part: open_file(Path(path), cache_dir, given) for part, path in files.items() if path is not None}
     with one_line_errors(f"--dataset_name {name}"):
-        splits = _load_data_set(name, cache_dir)
+        base, _, config = name.rstrip("/").rpartition("/")
+        if os.path.isdir(name):
+            # `datasets` names a data set after its folder, and `.` has no name.
+            splits, encoding = _load_files(os.path.abspath(name), cache_dir, settings.encoding)
+        elif os.path.isdir(base):
+            splits, encoding = _load_files(os.path.abspath(base), cache_dir, settings.encoding, name=config)
+        else:
+            of_hub = (base, config) if "/" in base else (name, None)
+            splits, encoding = datasets.load_dataset(*of_hub, cache_dir=cache_dir and str(cache_dir / "datasets")), None
     if "train" not in splits:
         raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
     return {
-        part: Source(Path(name if part == "train" else f"{name} ({part})"), splits[part])
+        part: Source(
+            Path(name if part == "train" else f"{name} ({part})"), splits[part], None, encoding, part == "test"
+        )
         for part in ("train", "validation", "test")
         if part in splits
     }
 
 
-def open_file(path: Path, cache_dir: Path | None = None) -> Source:
-    """Load a file. All columns of a CSV are texts."""
+def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = None) -> Source:
+    """Load a file. All columns of a CSV are texts; by default, its encoding is recognized."""
     check_exists(path)
     builder = BUILDERS.get(path.suffix.lower(), "csv")
     with one_line_errors(str(path)):
-        splits, hashes = _load_files(builder, cache_dir, data_files=glob.escape(str(path.absolute())))
-    return Source(path, splits["train"], hashes[0] if builder == "csv" else None)
+        files = glob.escape(str(path.absolute()))
+        splits, encoding = _load_files(builder, cache_dir, encoding, data_files=files)
+    return Source(path, splits["train"], pooch.file_hash(path) if builder == "csv" else None, encoding)
 
 
-def _load_data_set(name: str, cache_dir: Path | None) -> datasets.DatasetDict:
-    """Load all splits of a data set, from a folder, or from the Hub or the cache of `datasets`."""
-    base, _, config = name.rstrip("/").rpartition("/")
-    for folder, of_folder in ((name, None), (base, config)):
-        if os.path.isdir(folder):
-            # `datasets` names a data set after its folder, and `.` has no name.
-            return _load_files(os.path.abspath(folder), cache_dir, name=of_folder)[0]
-    of_hub = (base, config) if name.count("/") > 1 else (name, None)
-    return datasets.load_dataset(*of_hub, cache_dir=cache_dir and str(cache_dir / "datasets"))
-
-
-def _load_files(path: str, cache_dir: Path | None, **options: Any) -> tuple[datasets.DatasetDict, list[str]]:
-    """Load a folder, or files with a builder of `datasets`. Return all splits, and the SHA-256 of each file."""
+def _load_files(
+    path: str, cache_dir: Path | None, encoding: str | None, **options: Any
+) -> tuple[datasets.DatasetDict, str | None]:
+    """Load a folder, or files with a builder of `datasets`; with CSVs' encoding, recognized unless it is given."""
     # Otherwise, `datasets` would tell the Hub that its builder is in use, and wait for 3 seconds without a connection.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     with tempfile.TemporaryDirectory() as temporary:
         builder = datasets.load_dataset_builder(path, cache_dir=temporary, **options)
         found: Mapping[Any, list[str]] = builder.config.data_files or {}
         files = [Path(file) for of_split in found.values() for file in of_split]
-        hashes = [_hash_file(file) for file in files]
+        hashes = [pooch.file_hash(file) for file in files]
         # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
         folder = temporary if cache_dir is None else str(cache_dir / "datasets" / hash_json(hashes)[:32])
         load = partial(datasets.load_dataset, path, cache_dir=folder, keep_in_memory=cache_dir is None, **options)
-        is_csv = builder.name == "csv"
-        return _load_csv(load, files[0], builder.config.pd_read_csv_kwargs) if is_csv else load(), hashes
+        if builder.name != "csv":
+            splits = load()
+            for file in files if builder.name == "json" else ():
+                if file.read_bytes().lstrip().startswith(b"["):  # of which pandas leaves out half a surrogate pair
+                    json.dumps(json.loads(file.read_bytes()), ensure_ascii=False).encode()
+            return splits, None
+        # Without an index, a row with too many fields is an error. One with too few ends with empty fields.
+        arguments = builder.config.pd_read_csv_kwargs | {"na_filter": False, "index_col": False}
+        for candidate in (encoding,) if encoding else ENCODINGS:
+            try:
+                splits = _load_csv(load, files, {**arguments, "encoding": candidate})
+            except Exception as error:
+                if not isinstance(error.__cause__ or error, UnicodeDecodeError):
+                    raise
+            else:
+                if encoding or candidate != "gb18030" or all(map(_is_chinese, splits.values())):
+                    return splits, candidate
+    wrong = encoding or "UTF-8, nor Chinese in GB18030"
+    raise ValueError(f"is not {wrong}: save it as UTF-8, or name its encoding with --encoding")
 
 
-def _load_csv(load: Callable[..., Any], first: Path, arguments: Mapping[str, Any]) -> datasets.DatasetDict:
-    """Load CSV files in one of the encodings, as texts: pandas would read 007 as 7, and NA as missing.
+def _load_csv(load: Callable[..., Any], files: list[Path], arguments: Mapping[str, Any]) -> datasets.DatasetDict:
+    """Load CSV files as texts: pandas would read 007 as 7, and NA as missing. All have the columns of the first."""
+    options: dict[str, Any] = dict(arguments)
+    first_name = _header(files[0], options)[0]
+    if first_name.startswith("sep="):  # Excel's line that names the separator
+        options |= {"sep": first_name[4:5] or ",", "skiprows": 1}
+    else:
+        options["sep"] = max(options["sep"] + ",;\t|", key=lambda mark: len(_header(files[0], options | {"sep": mark})))
+    features = datasets.Features(dict.fromkeys(_header(files[0], options), datasets.Value("large_string")))
+    splits: datasets.DatasetDict = load(features=features, **options)
+    for file in files:
+        _check_quotes(file, options)
+    return splits
 
-    Args:
-        first: the file whose header has the names of all columns.
-        arguments: of `pandas.read_csv`, such as the separator of a .tsv file.
-    """
-    # Without an index, a row with too many fields is an error. One with too few ends with empty fields.
-    for encoding in ENCODINGS:
-        options: dict[str, Any] = {"na_filter": False, "index_col": False, "encoding": encoding}
+
+def _header(path: Path, options: Mapping[str, Any]) -> list[str]:
+    return list(pd.read_csv(path, **{**options, "nrows": 0, "chunksize": None}).columns)
+
+
+def _is_chinese(split: datasets.Dataset) -> bool:
+    """Tell whether texts read as GB18030 are Chinese: many texts in other encodings are also valid GB18030."""
+    rows: Any = split[:: max(1, len(split) // 1_000)]
+    letters = [c for column in rows.values() for text in column for c in text or "" if c.isalpha() and not c.isascii()]
+    return len(letters) <= 20 * sum(c in FREQUENT for c in letters)
+
+
+def _check_quotes(path: Path, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if text follows a closing quote. pandas goes on up to the next quote, and so may join rows."""
+    csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
+    with fsspec.open(str(path), "rt", encoding=options["encoding"], compression="infer") as file:
+        reader = csv.reader(file, delimiter=options["sep"], strict=True)
         try:
-            names = pd.read_csv(first, **{**arguments, **options, "nrows": 0, "chunksize": None}).columns
-            features = datasets.Features(dict.fromkeys(names, datasets.Value("large_string")))
-            splits: datasets.DatasetDict = load(features=features, **options)
-            return splits
-        except Exception as error:
-            if not isinstance(error.__cause__ or error, UnicodeDecodeError):
-                raise
-    raise ValueError("is neither UTF-8 nor GB18030; save it as UTF-8")
+            deque(reader, maxlen=0)
+        except csv.Error as error:
+            raise ValueError(f"{path.name}: line {reader.line_num}, or a quote before it: {error}") from None
 
 
 @contextmanager
@@ -142,11 +186,6 @@ def one_line_errors(name: str) -> Iterator[None]:
         raise UserError(f"{name}: {'has no rows' if has_no_rows else text}") from error
     finally:
         logging.disable(logging.NOTSET)
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_json(content: object) -> str:

@@ -8,13 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 from sklearn.model_selection import train_test_split
 
 from ..common.errors import UserError, list_names
 from .reviews import CLEANING_RULES, Indices, ReviewTable
-
-CHUNK = 10_000  # reviews that are hashed at once
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,9 @@ def count_duplicates(table: ReviewTable, split: Split) -> dict[str, int]:
     Returns:
         `test_in_train`, `test_in_validation` and `validation_in_train`: numbers of test or validation rows.
     """
-    # Hashes of 64 bits, because a set of the reviews themselves would copy them: two of a million differ but have the
-    # same hash with a probability of 3e-8.
-    chunks = (table.texts.iloc[start : start + CHUNK].to_numpy(object) for start in range(0, len(table), CHUNK))
-    hashes = np.concatenate([pd.util.hash_array(chunk, categorize=False) for chunk in chunks])
+    texts = {part: table.texts_of(getattr(split, part)) for part in ("train", "validation", "test")}
     pairs = (("test", "train"), ("test", "validation"), ("validation", "train"))
-    return {
-        f"{part}_in_{other}": int(np.isin(hashes[getattr(split, part)], hashes[getattr(split, other)]).sum())
-        for part, other in pairs
-    }
+    return {f"{part}_in_{other}": int(texts[part].isin(texts[other]).sum()) for part, other in pairs}
 
 
 def describe_duplicates(counts: Mapping[str, int]) -> str | None:
@@ -94,6 +85,6 @@ def _hold_out(table: ReviewTable, rows: Indices, share: float, *, flag: str, see
         kept, held_out = train_test_split(rows, test_size=share, stratify=table.labels[rows], random_state=seed)
     except ValueError as problem:  # it names the part with too few rows, but the classes by our ids
         rare = [table.class_names[i] for i in np.flatnonzero(np.bincount(table.labels[rows]) == 1)]
-        why = f"only one row has the class {list_names(rare)}" if rare else problem
+        why = f"only one row has the class {list_names(rare)}: leave it out, or add rows" if rare else problem
         raise UserError(f"--{flag} {share} of the {len(rows)} rows of {table.path}: {why}") from None
     return np.sort(kept), np.sort(held_out)

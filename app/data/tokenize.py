@@ -31,8 +31,6 @@ def tokenize(
 ) -> Dataset:
     """Tokenize all reviews, or map the file that an earlier run with the same rows, tokenizer and length has written.
 
-    Tokenizers that are written in Rust use all cores of the process.
-
     Args:
         cache_dir: keeps the file, which is complete when it receives its name. By default, the tokens are in memory.
 
@@ -43,7 +41,11 @@ def tokenize(
     Raises:
         UserError: The cache folder cannot be written.
     """
-    key, names = _cache_key(table, tokenizer, max_length), _input_names(tokenizer)
+    if not hasattr(tokenizer, "backend_tokenizer") or type(tokenizer).__module__.startswith("transformers_modules."):
+        cache_dir = None  # the tokens also depend on Python code, or on files whose content it does not keep
+    key = _cache_key(table, tokenizer, max_length) if cache_dir is not None else "not cached"
+    # The collator creates the attention mask when it pads.
+    names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
 
     def tokenize_batch(batch: Mapping[str, Any]) -> dict[str, Sequence[Sequence[int]]]:
         encoding = tokenizer(batch["review"], truncation=True, max_length=max_length, return_attention_mask=False)
@@ -88,20 +90,14 @@ def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
     return digest.hexdigest()
 
 
-def _input_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    # The collator creates the attention mask when it pads.
-    return [name for name in tokenizer.model_input_names if name != "attention_mask"]
-
-
 def _cache_key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
     """Hash everything that determines the content of the file."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    recipe = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab() | tokenizer.init_kwargs
-    # The backend's own truncation and padding are left over from its previous call. It does not write into its JSON
-    # whether "[SEP]" in a review is the special token.
+    # Its own truncation and padding are left over from its previous call. It does not write into its JSON whether
+    # "[SEP]" in a review is the special token.
+    recipe = json.loads(tokenizer.backend_tokenizer.to_str())
     recipe |= {"truncation": tokenizer.truncation_side, "padding": None, "split": tokenizer.split_special_tokens}
     parts = [FILE_VERSION, table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__]
-    parts += [_input_names(tokenizer), max_length, recipe]
+    parts += [tokenizer.model_input_names, max_length, recipe]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     digest.update(table.rows.tobytes() + table.labels.tobytes())
     return digest.hexdigest()[:32]

@@ -24,10 +24,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from ..common.errors import RunError, UserError, shorten
-from .preemption import SAME_REQUEST_SECONDS
+from .preemption import SAME_REQUEST_SECONDS, SIGNALS
 
 RANK_STATUSES = (1, 2, 75, 130)  # see program.launch
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def run_agent(command: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from ..common.errors import AgreedError, RunError, UserError, escape_control_characters
-from ..common.machine import UNSET, arithmetic
+from ..common.machine import arithmetic
 from .world import RankGroup, World
 
 T = TypeVar("T")
@@ -31,30 +31,16 @@ def all_gather_object(value: T, world: World) -> list[T]:
     return values
 
 
-def broadcast_object(value: T, world: World) -> T:
-    """Return rank 0's value on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0, group=world.control_group)
-    return values[0]
-
-
 def barrier(world: World) -> None:
     """Wait until every rank has called this."""
     all_gather_object(None, world)
 
 
-def first_failure(problem: str | None, world: World) -> str | None:
-    """Return the problem of the lowest rank that has a problem, with its rank, on every rank; None without any."""
+def raise_if_any_failed(problem: str | None, world: World, error: type[Exception] = AgreedError) -> None:
+    """Raise the problem of the lowest rank that has one on every rank; each rank passes its own or None."""
     for rank, text in enumerate(all_gather_object(problem, world)):
         if text is not None:
-            return text if rank == 0 else f"rank {rank}: {text}"
-    return None
-
-
-def raise_if_any_failed(problem: str | None, world: World, error: type[Exception] = AgreedError) -> None:
-    """Raise an error on every rank if any rank has a problem; each rank passes its own or None."""
-    if (reported := first_failure(problem, world)) is not None:
-        raise error(reported)
+            raise error(text if rank == 0 else f"rank {rank}: {text}")
 
 
 @contextmanager
@@ -71,6 +57,15 @@ def raise_on_all_ranks(world: World) -> Iterator[None]:
     except UserError as error:
         problem = str(error)
     raise_if_any_failed(problem, world)
+
+
+def broadcast_object(compute: Callable[[], T], world: World) -> T:
+    """Call a function on rank 0 and return its value on every rank. Errors are raised as by `raise_on_all_ranks`."""
+    values: list[Any] = [None]
+    with raise_on_all_ranks(world):
+        values = [compute() if world.is_main_process else None]
+    dist.broadcast_object_list(values, src=0, group=world.control_group)
+    return values[0]  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -156,8 +151,7 @@ def gather_rows(positions: Sequence[int], shard: torch.Tensor, n: int, *, world:
 def gather_arithmetic(world: World) -> dict[str, list[str]]:
     """Return the distinct values of each fact of `arithmetic` over all ranks. Collective."""
     by_rank = all_gather_object(arithmetic(world.device), world)
-    names = {name: None for facts in by_rank for name in facts}  # a set would not keep the order
-    return {name: sorted({facts.get(name, UNSET) for facts in by_rank}) for name in names}
+    return {name: sorted({facts[name] for facts in by_rank}) for name in by_rank[0]}
 
 
 def stop_or_warn(path: Path, problem: OSError, on_failure: str, *, warn: Callable[[str], None], note: str = "") -> None:

@@ -1,4 +1,7 @@
-"""Stop requests: SIGTERM, SIGUSR1 (Slurm's `--signal`) or Ctrl-C on any rank stops all ranks after the same step."""
+"""Stop requests: any of SIGNALS on any rank stops all ranks after the same step.
+
+SIGUSR1 is Slurm's `--signal`, SIGINT is Ctrl-C, and SIGHUP is the end of an ssh session.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch.distributed as dist
 
 from .world import World
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 1.0  # Slurm and containers signal torchrun and its workers, and torchrun forwards it to them
 
 
@@ -38,7 +41,8 @@ class StopRequest:
         that hangs: Python runs handlers only between its own instructions. Then the launcher kills it.
         """
         for number in SIGNALS:
-            signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._receive)
         return self
 
     def requested(self) -> bool:
@@ -58,7 +62,6 @@ class StopRequest:
             return
         if self.pending is not None:
             self.pending[1].wait()
-            self.pending = None
         for number in SIGNALS:
             # Leaving the process group takes a moment, in which a signal must not end a run that has finished.
             signal.signal(number, signal.SIG_IGN)

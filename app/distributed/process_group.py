@@ -80,6 +80,8 @@ def _start(settings: Settings, problem: str | None) -> tuple[World, str | None]:
     store = _open_store(timeout, one_node=size == local_size)
     device_type, unusable = find_device(settings, local_rank, local_size)
     problem = problem or unusable or problem_of_restarts(size == local_size)
+    if device_type == "cpu" and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        problem = problem or "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch crashes with it in DDP over gloo: set it to INFO"
     own = Place(socket.gethostname(), local_size, device_type, problem)
     # Through the store, because the backend depends on the devices of all ranks.
     pickled = synchronize(store, pickle.dumps(own), rank, size, "place/", timeout.total_seconds())

@@ -1,4 +1,4 @@
-"""An `evaluate` module with the metrics of a classifier. Load it by path, which needs no network."""
+"""An `evaluate` module with the metrics of a classifier."""
 
 import datasets
 import evaluate

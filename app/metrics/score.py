@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..common.errors import RunError, UserError
+from ..common.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,13 @@ class Scores:
 
 
 @cache
-def _metrics() -> Any:
-    import evaluate  # here: it imports transformers' pipelines, which --help and invalid flags need not wait for
+def load_metrics() -> Any:
+    """Return the `evaluate` module. The first call imports `evaluate`, which takes seconds."""
+    from .classification import Classification  # here, because `evaluate` imports transformers' pipelines
 
-    return evaluate.load(str(Path(__file__).with_name("classification.py")), keep_in_memory=True)
-
-
-def load_metrics() -> None:
-    """Load the `evaluate` module before training, so that a problem with it is found early.
-
-    Raises:
-        UserError: The module cache of `evaluate` cannot be written.
-    """
-    try:
-        _metrics()
-    except OSError as problem:
-        raise UserError(
-            f"{problem.filename or 'the cache of `evaluate`'}: cannot be written: {problem.strerror}: set HF_HOME to a "
-            f"writable folder"
-        ) from None
+    # `evaluate.load` would copy the module into the user's cache, which may be shared and read-only.
+    with tempfile.TemporaryDirectory() as folder:  # which `evaluate` creates and does not use
+        return Classification(cache_dir=folder, keep_in_memory=True)
 
 
 def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Scores:
@@ -66,7 +54,7 @@ def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Score
     predicted = logits.argmax(axis=1)
     log_probabilities = torch.from_numpy(logits).double().log_softmax(dim=1).numpy()
     average = "binary" if n_classes == 2 else "macro"
-    metrics: dict[str, float] = _metrics().compute(predictions=predicted, references=labels, average=average)
+    metrics: dict[str, float] = load_metrics().compute(predictions=predicted, references=labels, average=average)
     loss = float(-log_probabilities[np.arange(n), labels].mean())
     if not math.isfinite(loss):
         raise RunError(f"the loss of the {n} rows that were evaluated is {loss}")

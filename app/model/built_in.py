@@ -13,8 +13,6 @@ learn:
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -26,6 +24,7 @@ import scipy
 import sklearn
 import tokenizers
 import torch
+from datasets.fingerprint import Hasher
 from numpy.typing import NDArray
 from scipy import sparse
 from sklearn.utils.extmath import randomized_svd
@@ -74,8 +73,8 @@ def learn_tokenizer(
         tokenizer = train_bpe(texts, vocabulary_size)
     else:
         texts = list(texts)
-        recipe = [tokenizers.__version__, vocabulary_size, MAX_TOKEN_LENGTH, SPECIAL_TOKENS]
-        path = cache_dir / f"vocabulary-{hash_recipe(recipe, map(str.encode, texts))}.json"
+        recipe = [FILE_VERSION, tokenizers.__version__, vocabulary_size, MAX_TOKEN_LENGTH, SPECIAL_TOKENS, texts]
+        path = cache_dir / f"vocabulary-{Hasher.hash(recipe)}.json"
         cached_file(path, lambda file: train_bpe(texts, vocabulary_size).save(str(file)))
         tokenizer = Tokenizer.from_file(str(path))
     return PreTrainedTokenizerFast(
@@ -130,7 +129,7 @@ def built_in_config(model: str, vocabulary_size: int, pad_token_id: int | None) 
         layer_types=["sliding_attention"],
         local_attention=2 * max(OFFSETS),
         num_attention_heads=len(OFFSETS),
-        attention_bias=True,  # which `attend_to_neighbors` sets
+        attention_bias=True,  # which `initialize` sets
         intermediate_size=256,
         classifier_pooling="mean",
         embedding_dropout=0.5,
@@ -150,13 +149,18 @@ def embeddings_of(
     """
     if model != TINY:
         return None
-    rows = tokenizer(list(train_texts), add_special_tokens=False, verbose=False)["input_ids"]
-    if cache_dir is None:
+    texts = list(train_texts)
+
+    def learn() -> NDArray[np.float32]:
+        rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return learn_embeddings(rows, len(tokenizer), HIDDEN_SIZE)
-    versions = [np.__version__, scipy.__version__, sklearn.__version__]
-    recipe = [*versions, WINDOW, SMOOTHING, STANDARD_DEVIATION, len(tokenizer), HIDDEN_SIZE]
-    path = cache_dir / f"embeddings-{hash_recipe(recipe, (array.tobytes() for array in flatten(rows)))}.npy"
-    cached_file(path, lambda file: np.save(file, learn_embeddings(rows, len(tokenizer), HIDDEN_SIZE)))
+
+    if cache_dir is None:
+        return learn()
+    versions = [FILE_VERSION, np.__version__, scipy.__version__, sklearn.__version__]
+    recipe = [*versions, WINDOW, SMOOTHING, STANDARD_DEVIATION, HIDDEN_SIZE, tokenizer.backend_tokenizer.to_str()]
+    path = cache_dir / f"embeddings-{Hasher.hash([*recipe, texts])}.npy"
+    cached_file(path, lambda file: np.save(file, learn()))
     embeddings: NDArray[np.float32] = np.load(path)
     return embeddings
 
@@ -167,16 +171,9 @@ def initialize(model: PreTrainedModel, embeddings: NDArray[np.float32]) -> None:
     weight: Any = model.get_input_embeddings().weight
     learned = torch.from_numpy(embeddings).to(weight.dtype)
     weight.copy_(torch.where(learned.any(dim=1, keepdim=True), learned, weight))
-    attend_to_neighbors(model)
-
-
-@torch.no_grad()
-def attend_to_neighbors(model: PreTrainedModel) -> None:
-    """Set the biases of queries and keys so that each attention head attends to the token at one of `OFFSETS`.
-
-    Rotary embeddings (Su et al. 2021) rotate pairs of dimensions by angles that are proportional to the position. So
-    the product of a query and of a key that is the query rotated back by an offset is the largest at that offset.
-    """
+    # The biases of queries and keys make each attention head attend to the token at one of OFFSETS. Rotary embeddings
+    # (Su et al. 2021) rotate pairs of dimensions by angles that are proportional to the position. So the product of a
+    # query and of a key that is the query rotated back by an offset is the largest at that offset.
     encoder: Any = model.base_model
     attention = encoder.layers[0].attn
     frequencies = encoder.rotary_emb.sliding_attention_inv_freq[:FREQUENCIES]
@@ -213,7 +210,8 @@ def learn_embeddings(rows: Sequence[Sequence[int]], vocabulary_size: int, size: 
 
 def count_neighbors(rows: Sequence[Sequence[int]], vocabulary_size: int) -> sparse.csr_array:
     """Return how often each token occurs within `WINDOW` tokens of each other one, float64 (vocabulary, vocabulary)."""
-    lengths, ids = flatten(rows)
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    ids = np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
     # One row per token of the texts, with a one in its column, and WINDOW empty rows behind each text: the product of
     # this matrix with itself, shifted by a distance, counts the pairs of tokens at that distance.
     places = np.arange(len(ids)) + WINDOW * np.repeat(np.arange(len(lengths)), lengths)
@@ -234,17 +232,3 @@ def positive_information(counts: sparse.csr_array) -> sparse.csr_array:
     expected = of_tokens[pairs.row] * of_neighbors[pairs.col] / of_neighbors.sum()
     information = np.maximum(np.log(pairs.data / expected), 0)
     return sparse.csr_array((information, (pairs.row, pairs.col)), counts.shape)
-
-
-def flatten(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the length of each row, and the elements of all rows in order."""
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    return lengths, np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
-
-
-def hash_recipe(recipe: Sequence[object], content: Iterable[bytes]) -> str:
-    """Return a part of a cached file's name: a hash of everything that determines its content."""
-    digest = hashlib.sha256(json.dumps([FILE_VERSION, *recipe]).encode())
-    for part in content:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:32]

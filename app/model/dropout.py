@@ -108,7 +108,8 @@ class RowDropout(TorchFunctionMode):
             numbers = torch.arange(size, dtype=torch.int32, device=like.device)
             for next_size, places in zip(outer[::-1], PLACES, strict=False):
                 size, stride = next_size, stride * max(size, places)
-                of_dimension = torch.arange(size, dtype=torch.int32, device=like.device) * _as_int32(stride)
+                as_int32 = (stride + 2**31) % 2**32 - 2**31
+                of_dimension = torch.arange(size, dtype=torch.int32, device=like.device) * as_int32
                 numbers = of_dimension.view(-1, *[1] * numbers.ndim) + numbers
             self.positions[like.shape] = numbers * GOLDEN_RATIO
         return self.positions[like.shape]
@@ -169,10 +170,6 @@ def hash_integers(numbers: torch.Tensor, first: Any, second: Any) -> torch.Tenso
     hashed *= SECOND_FACTOR
     hashed ^= torch.bitwise_right_shift(hashed, 16, out=shifted).bitwise_and_(0xFFFF)
     return hashed
-
-
-def _as_int32(number: int) -> int:
-    return (number + 2**31) % 2**32 - 2**31
 
 
 def seed_generators(seed: int, step: int, row: int) -> None:

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
 
 from ..common.errors import UserError, shorten
@@ -36,13 +36,13 @@ def resolve_commit(settings: ModelSettings) -> str | None:
     A branch such as `main` can move between two requests, so it is resolved once and every file is loaded from that
     commit. Without a connection, it is resolved from the local cache.
     """
-    if settings.model in BUILT_IN or os.path.isdir(settings.model):
-        if settings.revision is not None:
-            raise UserError(
-                f"--revision {settings.revision}: {settings.model} is not a model on the Hub, so it has no revisions"
-            )
-        return None
-    return Path(model_folder(settings)).name  # the cache has a folder for each commit
+    on_hub = settings.model not in BUILT_IN and not os.path.isdir(settings.model)
+    if settings.revision is not None and not on_hub:
+        raise UserError(f"--revision {settings.revision}: {settings.model} is not on the Hub, so it has no revisions")
+    commit = Path(model_folder(settings)).name if on_hub else None  # the cache has a folder for each commit
+    if settings.model not in BUILT_IN:
+        fetch(AutoConfig, settings, commit)  # raises a mistake before any job or rank goes on
+    return commit
 
 
 def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequence[str] = CONTENT) -> str:
@@ -100,8 +100,6 @@ def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs
         )
     except Exception as problem:
         # An unknown architecture, one without this head and each kind of damaged file raise other exceptions.
-        if isinstance(problem, MemoryError):
-            raise
         what = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(auto_class.__name__, "model")
         raise model_error(settings, problem, f"its {what} cannot be loaded: {_reason(problem)}") from None
 
@@ -115,6 +113,8 @@ def model_error(settings: ModelSettings, problem: Exception, reason: str) -> Use
 
 
 def _reason(problem: Exception) -> str:
+    if "tiktoken" in str(problem):  # which transformers tries last: hardly any classifier has its files
+        return "it needs the package sentencepiece: pip install sentencepiece"
     if isinstance(problem, pickle.UnpicklingError | EOFError):  # their own messages advise to run the code in the file
         return f"{WEIGHTS_NAME} (or a part of it) is damaged, or holds more than weights"
     line, name = first_line(problem), type(problem).__name__

@@ -42,9 +42,42 @@ def match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> 
     names = [name for name in tokenizer.model_input_names if name in accepted]
     if "attention_mask" in accepted and "attention_mask" not in names:
         names.append("attention_mask")
-    if names != list(tokenizer.model_input_names):
-        tokenizer.model_input_names = names
-        tokenizer.init_kwargs["model_input_names"] = names  # written by save_pretrained
+    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = (
+        names  # save_pretrained writes the latter
+    )
+
+
+def match_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> bool:
+    """Make the tokenizer pad on the side where padding does not change a row's logits; tell whether there is one.
+
+    With absolute positions, that is the right side, whatever the tokenizer's configuration says. XLNet, which has
+    relative ones, reads its logits from the last position. Convolutions and FNet see the padding on both sides.
+    """
+    row = tokenizer("0 1 2 3 4 5 6 7")
+    width = len(row["input_ids"])
+
+    def logits(width: int, side: str) -> torch.Tensor:
+        options: Any = {"padding": "max_length", "max_length": width, "padding_side": side, "return_tensors": "pt"}
+        batch = tokenizer.pad({name: [value] for name, value in row.items()}, **options)
+        return model(**batch)[0].double()  # type: ignore[no-any-return]
+
+    tokenizer.padding_side = "right"
+    if getattr(model.config, "attention_type", None) == "block_sparse":
+        return True  # a BigBird, which would keep full attention after a short text
+    changes: dict[str, float] = {}
+    model.eval()  # as `from_pretrained` leaves it; a training step selects its mode itself
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            alone = logits(width, "right")
+            rounding = 100 * torch.finfo(model.dtype).eps * float(alone.abs().max())
+            for side in ("right", "left"):
+                padded = torch.cat([logits(longer, side) for longer in (width + 1, width + 3, 2 * width)])
+                changes[side] = float((padded - alone).abs().max())
+    except (IndexError, RuntimeError, ValueError):
+        return True  # a token that the model does not have, which `check_rows` reports, or kernels for GPUs only
+    harmless = [side for side, change in changes.items() if change <= rounding]
+    tokenizer.padding_side = (harmless or ["right"])[0]
+    return bool(harmless)
 
 
 def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: World) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +31,13 @@ from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_token
 from .dropout import override_dropout
 from .hub import WEIGHTS, fetch, first_line, model_error
 from .identity import describe_config
-from .inputs import match_inputs
+from .inputs import match_inputs, match_padding
 from .precision import training_dtype
 
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
 OFFSET_POSITIONS = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "xmod", "data2vec-text"),
+    *("roberta-prelayernorm", "ibert", "esm"),
 }
 CPU = torch.device("cpu")
 
@@ -61,17 +62,15 @@ def load_tokenizer(
     """
     if settings.model in BUILT_IN:
         return learn_tokenizer(train_texts, VOCABULARY_SIZES[settings.model], cache_dir)
-    tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
+    with _without_warnings():  # a missing package is an error, which names it
+        tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers does not report missing files
         raise UserError(f"--model {settings.model}: its tokenizer has no vocabulary: are its files missing?")
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # as is usual for models that generate text; the mask excludes it
     if tokenizer.pad_token_id is None:
         raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
     return tokenizer
-
-
-def load_config(settings: ModelSettings, commit: str | None = None) -> PretrainedConfig | None:
-    """Load the model's config; None for a built-in model, whose config depends on its vocabulary."""
-    return None if settings.model in BUILT_IN else fetch(AutoConfig, settings, commit)
 
 
 def classifier_config(
@@ -83,8 +82,10 @@ def classifier_config(
     commit: str | None = None,
 ) -> PretrainedConfig:
     """Return the model's config, with a head for the classes of the data and the attention for the device."""
-    config = load_config(settings, commit)
-    config = config or built_in_config(settings.model, len(tokenizer), tokenizer.pad_token_id)
+    if settings.model in BUILT_IN:
+        config = built_in_config(settings.model, len(tokenizer), tokenizer.pad_token_id)
+    else:
+        config = fetch(AutoConfig, settings, commit)
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
@@ -133,10 +134,11 @@ def load_classifier(
         origin = f"{settings.model} at {commit[:12]}" if commit else settings.model
         with _without_warnings():  # a line of the startup message replaces the one about the new head
             options = {"config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
+            # The config may name a shorter type, to which weights and buffers would be rounded.
+            options["dtype"] = training_dtype(settings.precision)
             model, found = fetch(AutoModelForSequenceClassification, settings, commit, **options)
-        new = set(found["missing_keys"]) | {name for name, *_ in found["mismatched_keys"]}
-        if all(name in new for name, _ in model.named_parameters()):
-            raise UserError(f"--model {settings.model}: none of its weights has the name and shape that the model has")
+        new = check_only_head_is_new(settings.model, model, found)
+        origin += f"; new weights: {', '.join(new)}" if new else ""
     else:
         learned = " and, without labels, from the training reviews" if settings.model == TINY else ""
         kind = "built in" if settings.model in BUILT_IN else "no weights"
@@ -150,7 +152,32 @@ def load_classifier(
     match_inputs(tokenizer, model)
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(training_dtype(settings.precision))
+    if not match_padding(tokenizer, model):
+        origin += "; its logits depend on how far a batch is padded"
     return Classifier(model, origin, content)
+
+
+def check_only_head_is_new(name: str, model: PreTrainedModel, found: Mapping[str, Any]) -> list[str]:
+    """Return the names of the head's weights that are new, because the files of a model have none that fit.
+
+    Args:
+        found: what `from_pretrained` returns with `output_loading_info`.
+
+    Raises:
+        UserError: A weight outside the head is new. It would be random, and training would start almost anew.
+    """
+    problems = dict.fromkeys(found["missing_keys"], "are missing")
+    for weight, in_file, in_model in found["mismatched_keys"]:
+        problems[weight] = f"have the shape {[*in_file]} instead of {[*in_model]}"
+    new = [weight for weight, _ in model.named_parameters() if weight in problems]
+    for weight in new:
+        prefix, _, rest = weight.partition(".")
+        # A pooler is part of the head: models that were trained to predict masked tokens have none.
+        if prefix == model.base_model_prefix and "pooler" not in weight:
+            others = [key for key in sorted(found["unexpected_keys"]) if key.endswith(rest)]
+            hint = f", but there is {others[0]}: rename the weights in the file" if others else ""
+            raise UserError(f"--model {name}: the weights {weight} {problems[weight]}{hint}")
+    return new
 
 
 def load_trained(
@@ -160,18 +187,21 @@ def load_trained(
     name = settings.model
     if name in BUILT_IN:
         raise UserError(f"`{name}` is untrained: name the folder of a run, a model folder, or a model on the Hub")
-    tokenizer, config = load_tokenizer(settings, (), commit), load_config(settings, commit)
-    assert config is not None, "only a built-in model has none"
+    tokenizer, config = load_tokenizer(settings, (), commit), fetch(AutoConfig, settings, commit)
     names = config.id2label or {}
     if len(names) < 2 or config.problem_type not in (None, "single_label_classification"):
         raise UserError(f"{name}: is not a classifier that predicts one of several classes")
-    check_length(settings, config, tokenizer)
     select_attention(config, settings, device)
-    model, found = fetch(AutoModelForSequenceClassification, settings, commit, config=config, output_loading_info=True)
+    if config.pad_token_id is None:  # which a classifier that reads its last token looks for
+        config.pad_token_id = tokenizer.pad_token_id
+    with _without_warnings():
+        options = {"config": config, "output_loading_info": True, "dtype": training_dtype(settings.precision)}
+        model, found = fetch(AutoModelForSequenceClassification, settings, commit, **options)
     if missing := sorted(found["missing_keys"]):
         raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}; train it first")
     match_inputs(tokenizer, model)
-    return model.to(device, training_dtype(settings.precision)).eval(), tokenizer
+    match_padding(tokenizer, model)
+    return model.to(device).eval(), tokenizer
 
 
 def select_attention(config: PretrainedConfig, settings: Settings, device: torch.device) -> None:
@@ -246,10 +276,16 @@ def _without_warnings() -> Iterator[None]:
 
 def check_length(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError if the model cannot process texts of `--max_length` tokens."""
+    limit = most_tokens(config, tokenizer)
+    if settings.max_length > limit:
+        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
+
+
+def most_tokens(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens of the longest text that the model can process."""
     limit = int(tokenizer.model_max_length)
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if positions and positions > 0:
         offset = (config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0
         limit = min(positions - offset, limit)
-    if settings.max_length > limit:
-        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
+    return limit

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 USED_AT_MOST = 0.9  # of all tokens; with more, trimming the matrix would save very little
-BLOCK = 1 << 16  # elements that are decayed at a time: 256 KiB, which fit into a core's cache
 _ATTRIBUTE = "trimmed_vocabulary"
 
 
@@ -32,11 +31,6 @@ class TrimmedVocabulary:
     unused: torch.Tensor  # all other token ids, int64, sorted
     width: int  # elements of a row
     rows: torch.Tensor | None = None  # those of the unused ids, (len(unused), width), on the CPU of rank 0
-
-    @property
-    def n_untrained(self) -> int:
-        """The number of parameters that are not trained."""
-        return len(self.unused) * self.width
 
     def __str__(self) -> str:
         return (
@@ -59,9 +53,8 @@ class TrimmedVocabulary:
             optimizer.step()
             factors.append(ones[0].item())
             ones.fill_(1)
-        for block in self.rows.view(-1).split(BLOCK):
-            for factor in factors:
-                block.mul_(factor)
+        for factor in factors:
+            self.rows.mul_(factor)
 
 
 def trimmed_vocabulary(model: torch.nn.Module) -> TrimmedVocabulary | None:

@@ -12,7 +12,7 @@ from ..checkpoint.state import TrainingState
 from ..common.errors import RunError, UserError
 from ..common.files import commit, remove
 from ..common.formats import labeled
-from ..distributed.collectives import first_failure
+from ..distributed.collectives import raise_if_any_failed
 from ..runs.schema import BEST_PREFIX
 from ..settings import Settings
 
@@ -21,7 +21,6 @@ class BestWeights:
     """The weights after the best evaluation so far, which follows from the lines of evaluations.jsonl alone."""
 
     def __init__(self, checkpoints: CheckpointManager, settings: Settings, evaluations: list[dict[str, Any]]) -> None:
-        """`evaluations` are the lines of the run so far."""
         self.checkpoints, self.evaluations = checkpoints, evaluations
         self.enabled, self.metric = settings.load_best_model_at_end, settings.metric_for_best_model
 
@@ -78,7 +77,6 @@ class BestWeights:
             return
         world = self.checkpoints.world
         problem = problem_of(folder) if world.is_main_process else None
-        if (problem := first_failure(problem, world)) is not None:
-            raise RunError(f"{folder}: the best weights are damaged: {problem}")
+        raise_if_any_failed(problem and f"{folder}: the best weights are damaged: {problem}", world, RunError)
         state.load(folder, weights_only=True)
         world.print_main(labeled("best weights", folder))

@@ -55,6 +55,7 @@ def write_results(
     """
     write_text(run.folder / PREDICTIONS, predictions_as_csv(run.data.table, run.data.split.test, logits=logits))
     staging = run.folder / f".{MODEL_FOLDER}.tmp"
+    run.data.tokenizer.model_max_length = run.settings.max_length  # where `pipeline(…, truncation=True)` cuts
     try:
         stage_model(staging, run.model, state, tokenizer=run.data.tokenizer)
         metrics = metrics_content(run.folder, scores, peak_memory) | {"hash": hash_run(run.folder, staging)}

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from ..data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches, loader_options
+from ..data.loaders import EvalSet, build_eval_set, form_eval_batches, loader_options
 from ..data.reviews import Indices, ReviewTable, clean, list_rows
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import open_sources
@@ -46,7 +49,7 @@ class ReviewData:
     embeddings: NDArray[np.float32] | None  # to start with, from `embeddings_of`
     rows: Dataset  # token ids and labels, in the order of the table
     lengths: NDArray[np.int64]  # (n,), the number of tokens of each row
-    collator: Collator
+    collator: DataCollatorWithPadding
 
     @property
     def train_rows(self) -> Dataset:
@@ -89,12 +92,9 @@ class ReviewData:
 
 
 def read_and_split(
-    settings: Settings, world_size: int, *, cache_dir: Path | None = None
+    settings: Settings, world_size: int, cache_dir: Path | None = None
 ) -> tuple[ReviewTable, Split, BatchPlan]:
-    """Read the reviews, split them, and divide the training rows into batches.
-
-    Args:
-        cache_dir: as for `open_sources`.
+    """Read the reviews, split them, and divide the training rows into batches. Without a cache, nothing is written.
 
     Raises:
         UserError: the file, the split or the batch size is invalid.
@@ -119,21 +119,17 @@ def build_data(settings: Settings, world: World) -> ReviewData:
     """
     cache_dir = Path(settings.cache_dir)
     with local_main_process_first(world):  # it reads the CSV, and the others map what it has written
-        table, split, plan = read_and_split(settings, world.size, cache_dir=cache_dir)
+        table, split, plan = read_and_split(settings, world.size, cache_dir)
+    versions = {library.__name__: library.__version__ for library in (torch, transformers)}
+    check_equal(versions, world, remedy="install the same versions on every node")
     facts = {"rows with the split fingerprint": split.fingerprint[:12]}
     check_equal(facts, world, remedy="give every node the same reviews")
-    with raise_on_all_ranks(world):
-        commit = resolve_commit(settings) if world.is_main_process else None
-    commit = broadcast_object(commit, world)
+    commit = broadcast_object(partial(resolve_commit, settings), world)
     texts = table.sample_texts(split.train)
     with local_main_process_first(world):
         tokenizer = load_tokenizer(settings, texts, commit, cache_dir=cache_dir)
-    embeddings = None
-    with raise_on_all_ranks(world):
-        if world.is_main_process:
-            embeddings = embeddings_of(settings.model, tokenizer, texts, cache_dir=cache_dir)
     # If every node learned them, nodes with different CPUs could get different last bits.
-    embeddings = broadcast_object(embeddings, world)
+    embeddings = broadcast_object(partial(embeddings_of, settings.model, tokenizer, texts, cache_dir=cache_dir), world)
     with local_main_process_first(world):  # it writes the tokens into the cache
         rows = tokenize(table, tokenizer, settings.max_length, cache_dir=cache_dir)
     return ReviewData(
@@ -146,7 +142,7 @@ def build_data(settings: Settings, world: World) -> ReviewData:
         embeddings=embeddings,
         rows=rows,
         lengths=lengths_of(rows),
-        collator=Collator(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),
+        collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),
     )
 
 
@@ -169,7 +165,7 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
         )
         config = classifier.model.config
         tokens = occurring_tokens(data.rows)
-        check_rows(settings.model, config, data.table, lengths=data.lengths, tokens=tokens)
+        check_rows(settings.model, config, data.table, rows=data.rows, tokens=tokens)
         used = tokens_of_model(tokens, data.tokenizer, config)
         trim_vocabulary(classifier.model, used, keep_unused=world.is_main_process)
         if settings.activation_checkpointing:
@@ -182,19 +178,18 @@ def check_rows(
     config: PretrainedConfig,
     table: ReviewTable,
     *,
-    lengths: NDArray[np.int64],
+    rows: Dataset,
     tokens: NDArray[np.int64],
 ) -> None:
     """Check that the model can process the tokens of every review: training would end with a failure otherwise.
 
     Args:
-        lengths: (n,), the number of tokens of each row.
         tokens: as returned by `occurring_tokens`.
 
     Raises:
         UserError: names the rows or the token that it cannot process, and the remedy.
     """
-    text_config, is_empty = config.get_text_config(), lengths == 0
+    text_config, is_empty = config.get_text_config(), lengths_of(rows) == 0
     if is_empty.any():
         found = list_rows(table.rows[is_empty])
         raise UserError(f"--model {model}: its tokenizer returns no token for {found}: remove them in {table.path}")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import unicodedata
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import datasets
 import huggingface_hub
+import numpy as np
 import torch
 import transformers
 
 from ..checkpoint.resume import Resume
+from ..common.errors import list_names
 from ..common.formats import labeled
 from ..common.machine import describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
@@ -57,9 +60,12 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     sampled = f"learned from {n_sampled:,} of {n_train:,} training rows" if n_sampled < n_train else None
     parts = [("training", split.train), ("validation", split.validation), ("test", split.test)]
     rows = " + ".join(f"{len(part)} {name}" for name, part in parts if len(part))
+    counts = np.bincount(table.labels, minlength=len(table.class_names))
+    forms = [unicodedata.normalize("NFKC", name).casefold() for name in table.class_names]
+    alike = [name for name, form in zip(table.class_names, forms, strict=True) if forms.count(form) > 1]
     n_cut = int((data.lengths == settings.max_length).sum())
     vocabulary = trimmed_vocabulary(prepared.model)
-    n_parameters = prepared.model.num_parameters() + (vocabulary.n_untrained if vocabulary else 0)
+    n_parameters = prepared.model.num_parameters() + (len(vocabulary.unused) * vocabulary.width if vocabulary else 0)
     ranks = all_gather_object(f"{socket.gethostname()}, {world.device}, pid {os.getpid()}", world)
     machine = [
         f"{world.size} x {prepared.devices[0]}",
@@ -70,9 +76,11 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     ]
     facts = {
         "path": prepared.path_name,
-        "reviews": f"{table.path}{sample}",
+        "reviews": f"{table.path}{sample}{f', {table.encoding}' if table.encoding else ''}",
         "dropped": "; ".join(describe_dropped(table)),
-        "rows": f"{rows}; classes {', '.join(table.class_names)}",
+        "rows": rows,
+        "classes": ", ".join(f"{name} ({n:,})" for name, n in zip(table.class_names, counts, strict=True)),
+        "alike": f"the classes {list_names(alike)} differ only in case or width" if alike else None,
         "duplicates": describe_duplicates(data.duplicates),
         "truncated": f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut",
         "split": f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}",

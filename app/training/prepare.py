@@ -24,7 +24,6 @@ from ..distributed.collectives import (
     all_gather_object,
     broadcast_object,
     gather_arithmetic,
-    local_main_process_first,
     raise_on_all_ranks,
 )
 from ..distributed.world import World
@@ -122,8 +121,7 @@ def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
             total_steps=data.plan.total_steps,
             identity=identity,
         )
-    with local_main_process_first(world):
-        load_metrics()  # now, so that a failure to load them does not appear only after hours of training
+    load_metrics()  # now, so that it is not counted as training
     folder, lock_fd = open_folder(path_name, settings, resume, world=world)
     prepared = Preparation(
         path_name=path_name,
@@ -156,7 +154,7 @@ def open_folder(path_name: str, settings: Settings, resume: Resume, *, world: Wo
             path = create_folder(settings.output_dir, RUNS / path_name)
             lock_fd = lock(path)
             reject_used(settings.output_dir)  # another job may have run here and ended between its check and the lock
-    path = broadcast_object(path, world)
+    path = broadcast_object(lambda: path, world)
     assert path is not None
     needs_all = settings.save_strategy != "no" or settings.load_best_model_at_end or settings.profile
     visible = all_gather_object((path / LOCK).exists(), world)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from helpers.worlds import batch_plan, fake_world
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DataCollatorWithPadding
 
-from app.data.loaders import Collator, EvalSet, build_eval_set, form_eval_batches
-from app.model.built_in import learn_tokenizer
+from app.data.loaders import EvalSet, build_eval_set, form_eval_batches
 from app.settings import Settings
 from app.training.build import select_strategy
 
@@ -58,21 +55,3 @@ def test_each_row_is_evaluated_once_in_a_batch_that_is_the_same_at_any_number_of
 def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them(strategy, logical_ranks):
     chosen = select_strategy(Settings(strategy=strategy), batch_plan(2, 8), fake_world(1, 2))
     assert chosen.logical_ranks == logical_ranks
-
-
-# ---- padding ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("names", [["input_ids", "token_type_ids", "attention_mask"], ["input_ids"]])
-@pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 8}])
-def test_batches_are_padded_as_by_the_tokenizer(side, names, options):
-    tokenizer = learn_tokenizer(["房间很好", "不错"], 8_000)
-    tokenizer.padding_side, tokenizer.model_input_names = side, names
-    tokenizer.add_special_tokens({"pad_token": "[SEP]"})  # whose id is not 0
-    tokenizer._pad_token_type_id = 3
-    rows = [{"input_ids": list(range(4, 4 + n)), "token_type_ids": [n % 2] * n, "labels": n} for n in (5, 12, 1)]
-    rows = [{name: row[name] for name in row if name in (*names, "labels")} for row in rows]
-    batch, expected = Collator(tokenizer, **options)(rows), DataCollatorWithPadding(tokenizer, **options)(rows)
-    assert expected.keys() == {*names, "labels"}
-    torch.testing.assert_close(batch, dict(expected), rtol=0, atol=0)

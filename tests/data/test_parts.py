@@ -73,6 +73,21 @@ def test_published_parts_stay_as_they_are_and_others_are_held_out(tmp_path, monk
     assert len(fingerprints) == 1
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_test_split_whose_labels_are_secret_is_left_out_and_class_labels_have_names(tmp_path, declared):
+    names = ["差评", "好评", "中评"]  # not sorted, and one without rows
+    label = datasets.ClassLabel(names=names) if declared else datasets.Value("int64")
+    features = datasets.Features({"label": label, "review": datasets.Value("string")})
+    for part in SIZES:
+        frame = FRAMES[part].assign(label=-1 if part == "test" else FRAMES[part]["label"].astype(int))
+        datasets.Dataset.from_pandas(frame, features).to_parquet(tmp_path / f"{part}.parquet")
+    table = read(dataset_name=str(tmp_path))
+    assert table.parts.keys() == {"train", "validation"}
+    assert table.dropped == {"no label (test file)": [*range(SIZES["test"])]}
+    assert table.class_names == (tuple(names) if declared else ("0", "1"))
+    assert table.labels.tolist() == [int(label) for part in table.parts for label in FRAMES[part]["label"]]
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Reading reviews: files of every format, what is missing, the classes, the cache, and mistakes in files."""
+"""Reading reviews: files of every format, what is missing, the classes, and the cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parquet(labels: list[object]) -> bytes:
 
 
 WORDS = ["NA", "null", "None", "nan", "N/A", "-", "0", "=1+1"]  # pandas treats some of them as missing
-LONG = "差评𠮷😀" * csv.field_size_limit()  # longer than the module csv allows
+LONG = "差评的𠮷😀" * csv.field_size_limit()  # longer than the module csv allows
 TRADITIONAL = "這間飯店的服務態度極為親切，環境乾淨"
 # Files that people have: a name, the content, and the rows. Add a row for another encoding, separator or program.
 FILES = {
@@ -73,13 +73,17 @@ FILES = {
         )
         for encoding in ("utf-8", "utf-8-sig", "gb18030")
     },
+    **{
+        f"separated by {mark!r}": (
+            "rows.csv",
+            f"{first}label{mark}review\n1{mark}好，a, b\n0{mark}差\n",
+            [("1", "好，a, b"), ("0", "差")],
+        )
+        for first, mark in (("", ";"), ("", "\t"), ("", "|"), ("sep=;\n", ";"), ("sep=\t\n", "\t"))
+    },
     "numbers": ("rows.parquet", parquet([0.0, 1.0, float("nan")]), [("0", "好"), ("1", "好"), "no label"]),
     "texts": ("rows.parquet", parquet(["x", None, "1"]), [("x", "好"), "no label", ("1", "好")]),
     "booleans": ("rows.parquet", parquet([True, False]), [("True", "好"), ("False", "好")]),
-    "mixed": (
-        *("rows.jsonl", "".join(f'{{"review": "好", "label": {label}}}\n' for label in ("1", '"x"', "null"))),
-        [("1", "好"), ("x", "好"), "no label"],
-    ),
 }
 
 
@@ -230,6 +234,12 @@ def test_reviews_of_some_positions_and_a_sample_of_them_at_equal_distances(tmp_p
     assert len(set(np.diff(sample))) <= 1
 
 
+def test_a_vocabulary_is_learned_from_the_beginning_of_a_long_review(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"label,review\n1,{'好' * 200_000}\n0,差\n", "utf-8")
+    assert read_reviews(path).sample_texts(np.arange(2)).tolist() == ["好" * reviews_module.MAX_CHARACTERS, "差"]
+
+
 def test_cached_reviews_are_mapped_not_copied(review_csv, tmp_path):
     path, cache = review_csv(2_000), tmp_path / "cache"
     path.write_text(path.read_text("utf-8").replace("\n", "\n1,\n", 1), "utf-8")  # a row that is dropped
@@ -239,59 +249,3 @@ def test_cached_reviews_are_mapped_not_copied(review_csv, tmp_path):
     assert (len(table), table.dropped) == (2_000, {"no review": [0]})
     assert table.texts_of(np.arange(0, 2_000, 100)).tolist() == table.texts.tolist()[::100]
     assert pa.total_allocated_bytes() - before < len("".join(table.texts)) / 2
-
-
-# ---- mistakes --------------------------------------------------------------------------------------------------------
-
-GOOD = "label,review\n1,很好\n0,很差\n"
-LINE = '{"review": "a", "label": 1}\n'
-# tests/launched/test_user_mistakes.py has the plainest ones: files that are missing, empty, cut off or binary.
-MISTAKES = [
-    ("rows.csv", "label,review\r\n\r\n \n", "has no rows"),
-    ("rows.csv", "label,review\n1,\n,好\n0, \n", "('review') and a label ('label'): 2 with no review, 1"),
-    ("rows.csv", 'label,"a\nb"\n1,x\n', r"no column 'review'; the file has 'label', 'a\nb' "),
-    ("rows.csv", "review,stars\na,1\nb,0\n", "no column 'label'; the file has 'review', 'stars' "),
-    ("rows.csv", "label,review\n1,a\n1.0,b\n", "column 'label' has only one class, '1'"),
-    ("rows.csv", 'label,review\n1,a\n0,"b\n1,c\n', "row 2"),
-    ("rows.csv", "label,review\n1,a,b\n0,b,c\n", "Length of header"),
-    ("rows.csv", "label,review\n1,a,\n0,b,\n", "Length of header"),
-    ("rows.csv", 'label,review\n1,"a\nb"\n\n0,b,c\n', "line 4"),
-    ("rows.csv", "label,review\n" + "1,a\n0,b\n" * 10_000 + "0,b,c\n", "line 20002"),
-    ("rows.csv", GOOD.encode("utf-16"), "is neither UTF-8 nor GB18030"),
-    ("rows.csv", GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1], "is neither UTF-8 nor GB18030"),
-    ("rows.jsonl", LINE + '{"review": "b", label: 0}\n', "row 1"),
-    ("rows.jsonl", LINE + "\n[1]\n", "row 1"),
-    ("rows.jsonl", LINE.encode() + b'{"review": "\xff", "label": 0}\n', "column 'review'"),
-    ("rows.jsonl", LINE + '{"review": "\\ud800", "label": 0}\n', "JSON parse error"),
-    ("rows.jsonl", "", "has no rows"),
-    ("rows.jsonl", "{}\n{}\n", "has no rows"),
-    ("rows.jsonl", '{"review": ["a"], "label": 1}\n', "row 0, column 'review'"),
-    ("rows.json", "[" + LINE, "array value"),
-    ("rows.json", "[]\n", "has no rows"),
-    ("rows.parquet", ROWS.to_parquet()[:-20], "parquet file"),  # cut off
-    ("rows.parquet", ROWS[:0].to_parquet(), "BatchSize"),
-    # The test rows of good training rows.
-    ("test.csv", "label,review\n0,a\n7,b\n", "row 1: label '7' is not a class of"),
-    ("test.csv", "stars,review\n0,a\n", "no column 'label'; the file has 'stars', 'review'"),
-    ("test.csv", "label,review\n", "has no rows"),
-    ("test.csv", "label,review\n1,\n", "no row has both a review ('review') and a label"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "message"), MISTAKES)
-def test_what_is_wrong_with_a_file_is_one_line(tmp_path, name, content, message):
-    path, good = tmp_path / name, tmp_path / "good.csv"
-    good.write_text(GOOD, "utf-8")
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    flags = {"csv": str(good), "test_file": str(path)} if path.stem == "test" else {"csv": str(path)}
-    with pytest.raises(UserError) as caught:
-        clean(open_sources(Settings(**flags), tmp_path / "cache"))
-    assert str(caught.value).startswith(f"{path}: ")
-    assert message in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_pipe_is_rejected_because_opening_it_would_wait_forever(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="pipe: is not a regular file"):
-        read_reviews(tmp_path / "pipe")

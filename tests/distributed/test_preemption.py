@@ -19,6 +19,14 @@ def test_a_signal_is_reported_one_step_later_and_ignored_after_the_last_step(wor
     assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * len(SIGNALS)
 
 
+def test_a_hangup_is_a_request_unless_nohup_ignores_it(world):
+    for ignored in (signal.SIG_DFL, signal.SIG_IGN):
+        signal.signal(signal.SIGHUP, ignored)
+        with StopRequest(world) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert [stop.requested(), stop.requested()] == [False, ignored is signal.SIG_DFL]
+
+
 def test_only_a_second_request_ends_the_process(world, monkeypatch):
     monkeypatch.setattr(preemption.os, "_exit", Mock(side_effect=SystemExit))
     with StopRequest(world):

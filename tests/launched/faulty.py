@@ -25,11 +25,12 @@ RANK = os.environ.get("RANK", "0")
 
 def signal_in_evaluation() -> None:
     """Send the signal SIGNAL to the last rank in its first evaluation, but not after a restart."""
-    seen = 0
+    seen, trained = 0, False
 
     def count(module: Any, inputs: Any) -> None:
-        nonlocal seen
-        if not module.training and type(module).__name__.endswith("ForSequenceClassification"):
+        nonlocal seen, trained
+        trained = trained or module.training  # earlier passes find the side on which to pad
+        if trained and not module.training and type(module).__name__.endswith("ForSequenceClassification"):
             seen += 1
             if seen == 3:  # batches
                 os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])

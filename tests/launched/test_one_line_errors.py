@@ -70,6 +70,9 @@ CASES = {
         [*TINY, *NOT_FINITE], "the optimizer skipped this step", "trainer_run", ranks=1, rank_status=1, writes="run"
     ),
     "all ranks of the page": Case(["--csv=nope.csv"], "nope.csv: no such file", "minimal"),
+    "all ranks, with a debug level that crashes torch": Case(
+        BRIEF, "TORCH_DISTRIBUTED_DEBUG=DETAIL", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    ),
     "a rank without a GPU": Case(ON_GPUS, "rank(s) 1 (", FAULTY, environment={"GPUS": "2,0"}),
     "a rank with another flag": Case(
         ON_GPUS, "rank 1: unknown argument --lerning_rate", FAULTY, environment={"GPUS": "2,2", "UNKNOWN_FLAG_ON": "1"}

@@ -73,6 +73,7 @@ SIGNALS = {  # the number, and the processes that get it
     "SIGUSR1 to rank 0": (signal.SIGUSR1, ["rank 0"]),
     "SIGINT to torchrun": (signal.SIGINT, ["torchrun"]),
     "SIGUSR1 to torchrun": (signal.SIGUSR1, ["torchrun"]),
+    "SIGHUP to torchrun": (signal.SIGHUP, ["torchrun"]),  # at the end of an ssh session
     "SIGTERM to torchrun and all ranks": (signal.SIGTERM, ["torchrun", "rank 0", "rank 1"]),  # as Slurm does
     "SIGTERM in an evaluation": (signal.SIGTERM, []),  # which a rank sends itself
 }
@@ -141,6 +142,7 @@ SLOW_CELLS = [
     Cell("trainer_run", PLAIN, PLAIN, "SIGUSR1 to rank 0", "long"),
     Cell("ddp_loop", PLAIN, PLAIN, "SIGINT to torchrun", "long"),
     Cell("ddp_loop", PLAIN, PLAIN, "SIGUSR1 to torchrun", "long"),
+    Cell("trainer_run", PLAIN, PLAIN, "SIGHUP to torchrun", "long"),
     Cell("trainer_run", PLAIN, PLAIN, "SIGTERM to torchrun and all ranks", "long"),
     *(Cell(path, PLAIN, PLAIN, "SIGTERM in an evaluation", "evaluated") for path in PATHS),
     *(Cell(path, PLAIN, PLAIN, KILLED, "evaluated") for path in PATHS),

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics
 
-from app.common.errors import RunError, UserError
-from app.metrics import score as metrics_module
-from app.metrics.score import load_metrics, score
+from app.common.errors import RunError
+from app.metrics.score import score
 
 
 @given(n=st.integers(1, 40), classes=st.integers(2, 4), seed=st.integers(0, 999))
@@ -38,13 +37,3 @@ def test_huge_logits_have_a_finite_loss():
 def test_a_non_finite_loss_fails_the_run(value):
     with pytest.raises(RunError, match="the loss of the 2 rows"):
         score(np.array([[0.0, 1.0], [0.0, value]]), np.array([0, 1]))
-
-
-def test_a_module_cache_that_cannot_be_written_is_reported(monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied", "/home/user/.cache")
-
-    metrics_module._metrics.cache_clear()
-    monkeypatch.setattr("evaluate.load", refuse)
-    with pytest.raises(UserError, match=r"/home/user/\.cache: cannot be written: Permission denied: set HF_HOME"):
-        load_metrics()

@@ -131,5 +131,5 @@ def test_a_branch_that_moves_between_two_requests_has_no_effect(hub):
 
 def test_only_a_model_on_the_hub_has_revisions(tmp_path):
     for model in ("tiny", str(write_model(tmp_path / "model", "bert"))):
-        with pytest.raises(UserError, match=r"is not a model on the Hub, so it has no revisions$"):
+        with pytest.raises(UserError, match=r"is not on the Hub, so it has no revisions$"):
             resolve_commit(settings_of("main", model))

@@ -16,7 +16,7 @@ import torch
 from helpers.architectures import CONFIGS, write_model
 from helpers.run_folders import edit_json
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
 from app.common.errors import UserError
 from app.model.dropout import override_dropout
@@ -213,4 +213,52 @@ def test_weights_with_the_names_of_a_wrapper_are_rejected_instead_of_training_ra
     path = folder("bert", weights=True)
     file = path / "model.safetensors"
     save_file({prefix + name: weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
-    assert "none of its weights has the name and shape" in error_message(path)
+    assert f"embeddings.word_embeddings.weight are missing, but there is {prefix}" in error_message(path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": 64}, {"vocab_size": 30}, {"num_hidden_layers": 3}, {"intermediate_size": 16}]
+)
+def test_weights_of_another_config_are_rejected_by_the_name_of_one(folder, changes):
+    path = folder("bert", weights=True)
+    edit_json(path / "config.json", **changes)
+    assert re.search(r"weights bert\.\S+ (are missing|have the shape)", error_message(path))
+
+
+def test_only_the_head_of_a_model_may_be_new_and_is_named(folder):
+    path = folder("bert")
+    BertForMaskedLM(AutoConfig.from_pretrained(path)).save_pretrained(path)  # it has no pooler
+    new = "bert.pooler.dense.weight, bert.pooler.dense.bias, classifier.weight, classifier.bias"
+    assert load(path).origin == f"{path}; new weights: {new}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_has_the_same_logits_alone_and_beside_a_longer_row(folder, name, side):
+    settings = Settings(model=str(folder(name)), max_length=32)
+    tokenizer = load_tokenizer(settings, TEXTS)
+    tokenizer.padding_side = side
+    classifier = load_classifier(settings, ["bad", "good"], tokenizer)
+    with torch.no_grad():
+        classifier.model.eval()
+        alone, beside = (
+            classifier.model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[0]
+            for texts in (TEXTS[:1], [TEXTS[0], TEXTS[0] * 3])
+        )
+    depends = "; its logits depend on how far a batch is padded" in classifier.origin
+    assert torch.allclose(alone, beside, rtol=1e-4, atol=1e-6) is not depends
+    assert depends is (name == "fnet"), "its Fourier transform has no mask"
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="it is installed")
+def test_a_tokenizer_that_needs_sentencepiece_says_so(folder):
+    path = folder("bert")
+    (path / "tokenizer.json").rename(path / "spm.model")
+    edit_json(path / "tokenizer_config.json", tokenizer_class="DebertaV2Tokenizer")
+    assert error_message(path).endswith("pip install sentencepiece")
+
+
+def test_a_tokenizer_without_a_padding_token_pads_with_its_end_of_sequence_token(folder):
+    path = folder("gpt2")
+    edit_json(path / "tokenizer_config.json", pad_token=None)
+    assert load(path).model.config.pad_token_id == load(path).model.config.eos_token_id
