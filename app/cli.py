@@ -45,7 +45,7 @@ class OneLineParser(argparse.ArgumentParser):
         flags = [*map(underscored, given[:end])]
         for place, flag in enumerate(flags):
             is_switch = getattr(self._option_string_actions.get(flag), "nargs", None) == "?"
-            if is_switch and flags[place + 1 : place + 2] not in (["true"], ["false"]):
+            if is_switch and "".join(flags[place + 1 : place + 2]).lower() not in ("true", "false"):
                 flags[place] += "=true"  # otherwise it would take the text after it as its value
         return super().parse_known_args([*flags, *given[end:]], namespace, **options)
 

@@ -82,7 +82,7 @@ from .distributed.process_group import join
 from .distributed.world import World
 from .metrics.score import score
 from .model.hub import resolve_commit
-from .model.load import check_length, load_trained, most_tokens
+from .model.load import check_length, load_trained
 from .record.results import predictions_as_csv
 from .runs.reader import read_object
 from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
@@ -129,10 +129,10 @@ def predict(task: Task, world: World) -> None:
     with_classes = replace(table, labels=table.labels.clip(0))
     cache_dir = Path(settings.cache_dir) if task.texts is None else None
     with local_main_process_first(world):
-        if "max_length" in task.given:
-            check_length(settings, model.config, tokenizer)
-        max_length = min(settings.max_length, most_tokens(model.config, tokenizer))
-        rows = tokenize(with_classes, tokenizer, max_length, cache_dir=cache_dir)
+        if "max_length" not in task.given:  # a model that is not in the folder of a run has its maximum length with it
+            settings = replace(settings, max_length=min(settings.max_length, tokenizer.model_max_length))
+        check_length(settings, model.config, tokenizer)
+        rows = tokenize(with_classes, tokenizer, settings.max_length, cache_dir=cache_dir)
     lengths = lengths_of(rows)
     with raise_on_all_ranks(world):
         check_rows(settings.model, model.config, table, rows=rows, tokens=occurring_tokens(rows))
@@ -209,7 +209,7 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
         files = {flag: recorded.get(flag) for flag in (*FILES, "encoding")}
         if files["dataset_name"] is not None:
             files["csv"] = None  # recorded as the place of the data set
-        values |= files | {flag: given[flag] for flag in FILES if flag in given}  # if they have moved
+        values |= files | {flag: given[flag] for flag in files if flag in given}  # if they have moved
     settings = select_precision(Settings(**values))
     reads_a_file = settings.csv is not None or part is not None
     if reads_a_file and texts:
@@ -266,8 +266,7 @@ def read_rows(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, Indi
     if task.texts is not None:
         source, has_labels = Source(Path("-"), Dataset.from_dict({settings.text_column: task.texts})), False
     else:
-        file = open_file(settings.csv_path, Path(settings.cache_dir), settings.encoding)
-        source = replace(file, may_lack_labels=True)
+        source = open_file(settings.csv_path, Path(settings.cache_dir), settings.encoding)
         has_labels = "label_column" in task.given or settings.label_column in source.table.column_names
     columns = (settings.text_column, settings.label_column if has_labels else None)
     table = clean({"train": source}, columns, class_names=class_names, label_names=settings.label_names)

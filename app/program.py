@@ -74,9 +74,9 @@ class Program(CommandLine):
         stop_importing()
         if not started_by_torchrun():
             os.environ.update(SINGLE_PROCESS)
-            tasks = os.environ.get("SLURM_NTASKS", "1")
+            tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun
             if tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
-                advice = f"SLURM_NTASKS={tasks}, but without torchrun each task trains for itself (docs/clusters.md)"
+                advice = f"srun has started {tasks} tasks, but without torchrun each trains for itself: see slurm.sh"
                 print(f"warning: {advice}", file=sys.stderr, flush=True)
         rank, status = rank_and_sizes()[0], 0
         # Trainer and accelerate read them and the hand-written loop does not, so the two paths would train differently.

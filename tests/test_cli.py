@@ -39,7 +39,7 @@ def parse(tmp_path):
 
 
 def test_the_command_line_overrides_the_config_file_which_overrides_the_defaults(parse):
-    config = "learning_rate: 3e-4\nmax-steps: 7\nuse_cpu: true\ncsv:\neval_strategy: no\n"
+    config = "\ufefflearning_rate: 3e-4\nmax-steps: 7\nuse_cpu: true\ncsv:\neval_strategy: no\n"
     expected = Settings(learning_rate=3e-4, max_steps=9, use_cpu=True, csv=None, eval_strategy="no")
     assert parse("--max_steps", "9", config=config) == expected
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from helpers.jobs import write_reviews
+from helpers.run_folders import edit_json
 from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
 
 from app import predict as program
@@ -38,6 +39,8 @@ def trained(world, tmp_path_factory):
     pd.DataFrame({"label": ["gut", "差"] * 20, "review": ["好"] * 40}).to_csv(folder / "wrong.csv", index=False)
     AutoModel.from_config(AutoConfig.from_pretrained(folder / "run/model")).save_pretrained(folder / "headless")
     AutoTokenizer.from_pretrained(folder / "run/model").save_pretrained(folder / "headless")
+    shutil.copytree(folder / "run/model", folder / "regression")
+    edit_json(folder / "regression/config.json", problem_type="regression")
     (folder / "unfinished").mkdir()
     shutil.copy(folder / "run/settings.json", folder / "unfinished")
     return folder
@@ -196,6 +199,8 @@ def test_a_label_column_that_is_named_is_required(run, predict):
         (["run", "\udcff"], "a text is not valid UTF-8"),
         (["run", "好", " "], "a text is empty"),
         (["run", "a", "--output="], "--output .: exists"),
+        (["run", "--split=test", "--output=reviews.csv"], "--output reviews.csv: exists"),
+        (["regression", "a"], "is not a classifier that predicts one of several classes"),
         ([f"{'x' * 300}/model", "a"], "no such folder"),
         (["run", f"--csv={'x' * 300}.csv"], "File name too long"),
         (["run", "--split=test", f"--output={'x' * 300}.csv"], "name too long"),

@@ -45,7 +45,7 @@ WITHOUT_EFFECT = (
     *OUTPUT,
     *("strategy", "activation_checkpointing", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_timeout"),
     *("save_strategy", "save_steps", "save_total_limit", "on_save_failure", "on_duplicates_between_parts"),
-    *("csv", "validation_file", "test_file", "dataset_name"),
+    *("csv", "validation_file", "test_file", "dataset_name", "encoding"),
     *("revision", "trust_remote_code", "per_device_train_batch_size", "use_cpu"),
 )
 # Another value changes rounding or dropout masks from the step on at which a run is resumed with it, and is announced.

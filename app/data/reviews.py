@@ -101,14 +101,15 @@ def clean(
     parts, rows = (frame.index.get_level_values(level).to_numpy() for level in (0, 1))
     texts = frame[columns[0]]
     labels = frame[columns[1]].fillna("").str.strip() if columns[1] else pd.Series("", frame.index)
-    secret = [part for part in sources if sources[part].may_lack_labels and labels[parts == part].eq("-1").all()]
+    unlabeled = [part for part in sources if labels[parts == part].eq("-1").all()]
     if "-1" not in (class_names or labels[parts == "train"].unique()):
-        labels = labels.mask(np.isin(parts, secret), "")
+        labels = labels.mask(np.isin(parts, unlabeled), "")
     again, header = np.arange(len(frame)), [name.strip().casefold() for name in columns if name]
     for column in (labels, texts):  # hardly any label is a name of the header, so few texts are looked at
         again = again[column.iloc[again].str.strip("\ufeff ").str.casefold().isin(header).to_numpy(bool)]
-    if len(again):  # files that were joined with `cat`
-        raise UserError(f"{path}: the header is repeated in {list_rows(rows[again])}: remove it")
+    if len(again):
+        file = sources[parts[again[0]]].path  # several files, joined with `cat`
+        raise UserError(f"{file}: the header is repeated in {list_rows(rows[again])}: remove it")
     no_review = (texts.eq("") | texts.str.isspace()).fillna(True).to_numpy(bool)
     no_label = labels.eq("").to_numpy(bool) & ~no_review & (class_names is None)
     kept = ~no_review & ~no_label
@@ -124,12 +125,13 @@ def clean(
     labels, parts, rows = labels[kept], parts[kept], rows[kept]
     # Slices remain in the mapped file, which all processes share; a mask would copy.
     slices = np.ma.flatnotmasked_contiguous(np.ma.array(kept, mask=~kept))
-    texts = pd.concat([texts.iloc[part] for part in slices], ignore_index=True)
+    pieces = [texts.iloc[part] for part in slices] if len(slices) <= 10_000 else [texts[kept]]  # more would be slow
+    texts = pd.concat(pieces, ignore_index=True)
     names, origin = split_label_names(label_names or ""), "the model" if class_names else str(path)
     if class_names is None:
-        declared = getattr(sources["train"].table.features[columns[1]], "names", None)  # of a ClassLabel, in its order
-        declared = [_class_name(name.strip()) for name in declared or ()]
-        class_names = declared or form_classes(path, str(columns[1]), labels[parts == "train"].unique().tolist())
+        class_names = form_classes(path, str(columns[1]), labels[parts == "train"].unique().tolist())
+        declared = getattr(sources["train"].table.features[columns[1]], "names", ())  # of a ClassLabel, in its order
+        class_names = [_class_name(name.strip()) for name in declared] or class_names
         class_names = rename_classes(class_names, names, origin=origin)
     elif not {*names.values()} <= {*class_names}:  # otherwise, a run was trained with these names
         class_names = rename_classes(class_names, names, origin=origin)

@@ -44,7 +44,7 @@ class Source:
 
     path: Path  # the file or data set, for messages
     table: datasets.Dataset
-    sha256: str | None = None  # of the bytes of a CSV file; None for anything else
+    sha256: str | None = None  # of the bytes of a CSV whose encoding follows from them; None for anything else
     encoding: str | None = None  # of a CSV
     may_lack_labels: bool = False  # for published test rows whose labels are secret, as those of GLUE
 
@@ -91,9 +91,8 @@ def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = 
     check_exists(path)
     builder = BUILDERS.get(path.suffix.lower(), "csv")
     with one_line_errors(str(path)):
-        files = glob.escape(str(path.absolute()))
-        splits, encoding = _load_files(builder, cache_dir, encoding, data_files=files)
-    return Source(path, splits["train"], pooch.file_hash(path) if builder == "csv" else None, encoding)
+        splits, encoding = _load_files(builder, cache_dir, encoding, data_files=glob.escape(str(path.absolute())))
+    return Source(path, splits["train"], pooch.file_hash(path) if encoding in ENCODINGS else None, encoding)
 
 
 def _load_files(
@@ -112,9 +111,9 @@ def _load_files(
         load = partial(datasets.load_dataset, path, cache_dir=folder, keep_in_memory=cache_dir is None, **options)
         if builder.name != "csv":
             splits = load()
-            for file in files if builder.name == "json" else ():
-                if file.read_bytes().lstrip().startswith(b"["):  # of which pandas leaves out half a surrogate pair
-                    json.dumps(json.loads(file.read_bytes()), ensure_ascii=False).encode()
+            for file in files:
+                if file.suffix == ".json" and (content := file.read_bytes()).lstrip().startswith(b"["):
+                    json.dumps(json.loads(content), ensure_ascii=False).encode()  # pandas drops half a surrogate pair
             return splits, None
         # Without an index, a row with too many fields is an error. One with too few ends with empty fields.
         arguments = builder.config.pd_read_csv_kwargs | {"na_filter": False, "index_col": False}
@@ -131,17 +130,16 @@ def _load_files(
     raise ValueError(f"is not {wrong}: save it as UTF-8, or name its encoding with --encoding")
 
 
-def _load_csv(load: Callable[..., Any], files: list[Path], arguments: Mapping[str, Any]) -> datasets.DatasetDict:
+def _load_csv(load: Callable[..., Any], files: list[Path], options: dict[str, Any]) -> datasets.DatasetDict:
     """Load CSV files as texts: pandas would read 007 as 7, and NA as missing. All have the columns of the first."""
-    options: dict[str, Any] = dict(arguments)
-    first_name = _header(files[0], options)[0]
-    if first_name.startswith("sep="):  # Excel's line that names the separator
-        options |= {"sep": first_name[4:5] or ",", "skiprows": 1}
-    else:
-        options["sep"] = max(options["sep"] + ",;\t|", key=lambda mark: len(_header(files[0], options | {"sep": mark})))
+    names = _header(files[0], options)
+    if names[0].startswith("sep="):  # Excel's line that names the separator
+        options |= {"sep": names[0][4:5] or ",", "skiprows": 1}
+    elif len(names) == 1:
+        options["sep"] = max(",;\t|", key=lambda mark: len(_header(files[0], options | {"sep": mark})))
     features = datasets.Features(dict.fromkeys(_header(files[0], options), datasets.Value("large_string")))
     splits: datasets.DatasetDict = load(features=features, **options)
-    for file in files:
+    for file in files if options["quoting"] == csv.QUOTE_MINIMAL else ():
         _check_quotes(file, options)
     return splits
 

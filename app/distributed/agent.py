@@ -71,8 +71,7 @@ def forward_signals() -> None:
         if not ranks:
             return  # `listen` exits
         for process in ranks:
-            # To a rank, SIGHUP is no request to stop.
-            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            process.send_signal(number)
         statuses = [process.wait() for process in ranks]  # another signal is forwarded meanwhile
         if all(status == 0 for status in statuses):  # the signal came after the last step
             os._exit(0)

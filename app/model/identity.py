@@ -10,7 +10,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from datasets.fingerprint import Hasher
 from transformers import PretrainedConfig
 
 # These keys of a config name a place, the version that has written it, and a class that is not used.
@@ -33,11 +32,11 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def hash_code(model: str, trust_remote_code: bool) -> str | None:
-    """Return the hash of the Python files in a local model folder; None if they are not run."""
+    """Return the SHA-256 of the Python files in a local model folder; None if they are not run."""
     if not trust_remote_code or not Path(model).is_dir():
         return None
     files = {str(path.relative_to(model)): path.read_bytes() for path in sorted(Path(model).rglob("*.py"))}
-    return str(Hasher.hash(files))
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def hash_weights(model: torch.nn.Module) -> str:

@@ -164,16 +164,17 @@ def check_only_head_is_new(name: str, model: PreTrainedModel, found: Mapping[str
         found: what `from_pretrained` returns with `output_loading_info`.
 
     Raises:
-        UserError: A weight outside the head is new. It would be random, and training would start almost anew.
+        UserError: A weight outside the head is new. It would be random.
     """
     problems = dict.fromkeys(found["missing_keys"], "are missing")
     for weight, in_file, in_model in found["mismatched_keys"]:
         problems[weight] = f"have the shape {[*in_file]} instead of {[*in_model]}"
-    new = [weight for weight, _ in model.named_parameters() if weight in problems]
+    weights = [weight for weight, _ in model.named_parameters()]
+    new = [weight for weight in weights if weight in problems]
     for weight in new:
         prefix, _, rest = weight.partition(".")
         # A pooler is part of the head: models that were trained to predict masked tokens have none.
-        if prefix == model.base_model_prefix and "pooler" not in weight:
+        if (prefix == model.base_model_prefix and "pooler" not in weight) or new == weights:
             others = [key for key in sorted(found["unexpected_keys"]) if key.endswith(rest)]
             hint = f", but there is {others[0]}: rename the weights in the file" if others else ""
             raise UserError(f"--model {name}: the weights {weight} {problems[weight]}{hint}")
@@ -276,16 +277,9 @@ def _without_warnings() -> Iterator[None]:
 
 def check_length(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError if the model cannot process texts of `--max_length` tokens."""
-    limit = most_tokens(config, tokenizer)
-    if settings.max_length > limit:
-        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
-
-
-def most_tokens(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of tokens of the longest text that the model can process."""
     limit = int(tokenizer.model_max_length)
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if positions and positions > 0:
-        offset = (config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0
-        limit = min(positions - offset, limit)
-    return limit
+        limit = positions - ((config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0)
+    if settings.max_length > limit:
+        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")

@@ -53,8 +53,9 @@ class TrimmedVocabulary:
             optimizer.step()
             factors.append(ones[0].item())
             ones.fill_(1)
-        for factor in factors:
-            self.rows.mul_(factor)
+        for block in self.rows.view(-1).split(1 << 16):  # 256 KiB, which fit into a core's cache
+            for factor in factors:
+                block.mul_(factor)
 
 
 def trimmed_vocabulary(model: torch.nn.Module) -> TrimmedVocabulary | None:

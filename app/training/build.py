@@ -120,7 +120,7 @@ def build_data(settings: Settings, world: World) -> ReviewData:
     cache_dir = Path(settings.cache_dir)
     with local_main_process_first(world):  # it reads the CSV, and the others map what it has written
         table, split, plan = read_and_split(settings, world.size, cache_dir)
-    versions = {library.__name__: library.__version__ for library in (torch, transformers)}
+    versions = {library.__name__: library.__version__.partition("+")[0] for library in (torch, transformers)}
     check_equal(versions, world, remedy="install the same versions on every node")
     facts = {"rows with the split fingerprint": split.fingerprint[:12]}
     check_equal(facts, world, remedy="give every node the same reviews")
@@ -130,12 +130,12 @@ def build_data(settings: Settings, world: World) -> ReviewData:
         tokenizer = load_tokenizer(settings, texts, commit, cache_dir=cache_dir)
     # If every node learned them, nodes with different CPUs could get different last bits.
     embeddings = broadcast_object(partial(embeddings_of, settings.model, tokenizer, texts, cache_dir=cache_dir), world)
-    with local_main_process_first(world):  # it writes the tokens into the cache
+    with local_main_process_first(world):  # it writes the tokens into the cache, unless they depend on Python code
         rows = tokenize(table, tokenizer, settings.max_length, cache_dir=cache_dir)
     return ReviewData(
         table=table,
         split=split,
-        duplicates=count_duplicates(table, split),
+        duplicates=broadcast_object(partial(count_duplicates, table, split), world),
         plan=plan,
         commit=commit,
         tokenizer=tokenizer,

@@ -252,6 +252,8 @@ def test_a_damaged_checkpoint_is_skipped_and_only_damaged_ones_are_no_reason_to_
     other_job = lock(folder)
     with pytest.raises(UserError, match="has not ended"):  # so its checkpoints are not looked up yet
         search(output_dir=folder, **restart)
+    with pytest.raises(UserError, match="has not ended"):
+        search(resume_from_checkpoint=folder)
     os.close(other_job)
     assert search(output_dir=folder, **restart) == (folder, folder / LATEST_CHECKPOINT)
     skipped = f"{checkpoints / 'checkpoint-8'} is skipped: {SCHEDULE} has changed since it was written\n"

@@ -45,6 +45,7 @@ MISTAKES = [
         "line 4, or a quote before it",
     ),  # three rows that pandas would join
     ("rows.jsonl", LINE + '{"review": 1, "label": 0}\n', "column 'review' has texts and other values"),
+    ("rows.jsonl", LINE + '{"review": "b", "label": "x"}\n', "column 'label' has texts and other values"),
     ("rows.json", "[" + LINE + ', {"review": "\\ud800", "label": 0}]', "surrogates not allowed"),
     ("rows.jsonl", LINE + '{"review": "b", label: 0}\n', "row 1"),
     ("rows.jsonl", LINE + "\n[1]\n", "row 1"),

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -92,6 +93,14 @@ def test_the_rows_of_a_file_and_which_of_them_are_dropped(tmp_path, name, conten
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert rows_of(read_reviews(path)) == rows
+
+
+def test_an_encoding_may_be_named(tmp_path):
+    path, settings = tmp_path / "rows.csv", Settings(csv=str(tmp_path / "rows.csv"), encoding="cp949")
+    path.write_bytes("label,review\n1,방이 깨끗하고\n0,시끄러워서\n".encode("cp949"))
+    assert rows_of(clean(open_sources(settings))) == [("1", "방이 깨끗하고"), ("0", "시끄러워서")]
+    with pytest.raises(UserError, match="is not utf-32: save it as UTF-8, or name its encoding with --encoding"):
+        open_sources(replace(settings, encoding="utf-32"))
 
 
 # pandas infers the types of 10,000 rows at once, and labels may look like numbers in some of them only.

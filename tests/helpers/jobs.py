@@ -171,6 +171,7 @@ class Job(TorchrunJob):
         for process in leftovers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(leftovers, timeout=10)
         assert not leftovers, f"{self.command} left processes behind"
         return Finished(status, self.stdout.read_text(), self.stderr.read_text())
 

@@ -50,7 +50,8 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_preci
 ACCELERATE += ["--dynamo_backend=no", "--num_processes=2"]
 LAUNCHERS = {  # the options of a job, and the number of ranks
     # accelerate starts a single process on the CPU unless it uses MPI, and several ones if it asks for GPUs.
-    "accelerate": ({"prefix": [*ACCELERATE, "--cpu", "--no_python"]}, 1),
+    # The cache of models may be shared and read-only: the folder cannot be created.
+    "accelerate": ({"prefix": [*ACCELERATE, "--cpu", "--no_python"], "HF_HOME": "/proc/none"}, 1),
     "accelerate, 2": ({"prefix": [*ACCELERATE, "--multi_gpu", "--main_process_port=0", "--no_python"]}, 2),
     # The launcher of older tutorials passes `--local-rank` to each process. With --use-env it is torchrun.
     "torch.distributed.launch": ({"ranks": 2, "torchrun_flags": ["--standalone"]}, 2),

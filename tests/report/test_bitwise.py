@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.common.errors import UserError
-from app.report.bitwise import first_difference, first_differing_step
+from app.report.bitwise import check_same_rows, first_difference, first_differing_step
 from app.runs.reader import Run
 
 
@@ -94,6 +94,12 @@ def test_the_first_change_is_named(twins, named, change):
     assert difference(*twins).startswith(named.format(row=twins[0].predictions["row"][3]))
     step = int(named[5]) if named.startswith("step ") else None
     assert first_differing_step(*twins) == step
+
+
+def test_runs_of_other_rows_are_not_compared(twins):
+    twins[1].split["fingerprint"] = "0" * 64
+    with pytest.raises(UserError, match="have different splits"):
+        check_same_rows(*twins)
 
 
 def test_sharded_weights_are_compared_like_a_single_file(twins):

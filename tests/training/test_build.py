@@ -71,4 +71,6 @@ def test_a_run_says_which_reviews_several_parts_have_and_that_its_vocabulary_is_
     os.close(prepare("ddp_loop", replace(settings, model="tiny", output_dir=str(tmp_path / "run")), world).lock)
     printed = capsys.readouterr().out
     assert "4 test reviews also occur in train rows" in printed
+    assert "reviews.csv, utf-8-sig\n" in printed
+    assert "classes  0 (20), 1 (20)\n" in printed
     assert "tokenizer  learned from 18 of 36 training rows" in printed
