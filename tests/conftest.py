@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis
 import pytest
@@ -153,14 +154,11 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """A process group of one rank, in this process."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    with pytest.MonkeyPatch.context() as environment:
-        for name in names:
-            environment.delenv(name, raising=False)
+    with patch.dict(os.environ):  # in which a rank without torchrun leaves its number
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
         with join(Settings(use_cpu=True, threads=torch.get_num_threads())) as world:
             yield world
-        for name in names:
-            os.environ.pop(name, None)
 
 
 @pytest.fixture

@@ -91,7 +91,6 @@ def test_a_file_that_would_be_imported_in_place_of_a_library_is_named(tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "evaluate", raising=False)
-    check_libraries()
     (tmp_path / "evaluate.py").touch()
     importlib.invalidate_caches()
     with pytest.raises(UserError, match=r"evaluate\.py: would be imported in place of the library evaluate"):

@@ -37,7 +37,6 @@ CASES = {
     "a new run has one logical rank per process": ({"train_batch_size": 48}, {}, 3, (48, 3, 2)),
     "a resumed run keeps those of the run so far": ({"train_batch_size": 48}, recorded(), 1, (48, 2, 3)),
     "also with more processes": ({"train_batch_size": 48}, recorded(logical_ranks=8), 4, (48, 8, 3)),
-    # tests/data/test_sampler.py has numbers of ranks that cannot share them.
     "three are possible": ({"train_batch_size": 48}, recorded(logical_ranks=3), 3, (48, 3, 3)),
     "requested ones are kept": ({"logical_ranks": 8, "threads": 2}, recorded(), 2, (32, 8, 2)),
     "the same batch per rank is the same global batch": (PER_DEVICE_16, PER_DEVICE, 1, (32, 4, 3)),
