@@ -159,7 +159,7 @@ class Job(TorchrunJob):
 
         assert self.wait_until(holds_in_time), f"ended too early:\n{self.text}"
 
-    def finish(self, limit: float = LIMIT, patience: float = 15) -> Finished:
+    def finish(self, limit: float = LIMIT, patience: float = 60) -> Finished:
         """Wait for the job's end. Fail if it does not end within `limit` seconds, or leaves a process behind."""
         try:
             status = self.torchrun.wait(limit)

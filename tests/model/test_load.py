@@ -240,7 +240,6 @@ def test_a_row_has_the_same_logits_alone_and_beside_a_longer_row(folder, name, s
     tokenizer.padding_side = side
     classifier = load_classifier(settings, ["bad", "good"], tokenizer)
     with torch.no_grad():
-        classifier.model.eval()
         alone, beside = (
             classifier.model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[0]
             for texts in (TEXTS[:1], [TEXTS[0], TEXTS[0] * 3])

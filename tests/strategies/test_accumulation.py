@@ -171,11 +171,12 @@ def test_a_parameter_without_a_gradient_is_an_error_unless_allowed(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_only_gathered_parameters_are_in_bf16(world, strategy):
+def test_only_gathered_parameters_are_in_bf16(strategy):
     model, steps = TwoBlocks(), torch.randn(1, 2, 2, 4, 6)
     nn.init.constant_(model.first.linear.weight, 1 + 2**-20)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        train(world, model, steps, [True] * 2, strategy=strategy, precision="bf16", param_dtype="bf16")
+    options = {"strategy": strategy, "precision": "bf16", "param_dtype": "bf16"}
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    on_ranks(autocast(lambda world: train(world, model, steps, [True] * 2, **options)), 1)
     assert model.first.seen is torch.bfloat16
     for parameter in model.parameters():
         assert local_part(parameter).dtype is local_part(parameter.grad).dtype is torch.float32
@@ -183,11 +184,11 @@ def test_only_gathered_parameters_are_in_bf16(world, strategy):
 
 
 @pytest.mark.parametrize(("hook", "dtype"), [("no", torch.float32), *HOOK_DTYPES.items()])
-def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(world, hook, dtype):
+def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(hook, dtype):
     model, steps, uses = TwoBlocks(), torch.randn(1, 2, 1, 4, 6), [True] * 2
     model.out.weight = nn.Parameter(torch.randn(6, 2).t())
     leaves = gradients_of_logical_ranks(copy.deepcopy(model), steps[0], uses)
-    [(gradients, _)] = train(world, model, steps, uses, ddp_comm_hook=hook)
+    [[(gradients, _)]] = on_ranks(lambda world: train(world, model, steps, uses, ddp_comm_hook=hook), 1)
     assert torch.equal(gradients, add_neighbors([(leaf / 2).to(dtype) for leaf in leaves]).float())
 
 
