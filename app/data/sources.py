@@ -69,9 +69,9 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
         base, _, config = name.rstrip("/").rpartition("/")
         if os.path.isdir(name):
             # `datasets` names a data set after its folder, and `.` has no name.
-            splits, encoding = _load_files(os.path.abspath(name), cache_dir, settings.encoding)
+            splits, encoding, _ = _load_files(os.path.abspath(name), cache_dir, settings.encoding)
         elif os.path.isdir(base):
-            splits, encoding = _load_files(os.path.abspath(base), cache_dir, settings.encoding, name=config)
+            splits, encoding, _ = _load_files(os.path.abspath(base), cache_dir, settings.encoding, name=config)
         else:
             of_hub = (base, config) if "/" in base else (name, None)
             splits, encoding = datasets.load_dataset(*of_hub, cache_dir=cache_dir and str(cache_dir / "datasets")), None
@@ -89,16 +89,16 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
 def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = None) -> Source:
     """Load a file. All columns of a CSV are texts; by default, its encoding is recognized."""
     check_exists(path)
-    builder = BUILDERS.get(path.suffix.lower(), "csv")
+    kind = BUILDERS.get(path.suffix.lower(), "csv")
     with one_line_errors(str(path)):
-        splits, encoding = _load_files(builder, cache_dir, encoding, data_files=glob.escape(str(path.absolute())))
-    return Source(path, splits["train"], pooch.file_hash(path) if encoding in ENCODINGS else None, encoding)
+        splits, encoding, hashes = _load_files(kind, cache_dir, encoding, data_files=glob.escape(str(path.absolute())))
+    return Source(path, splits["train"], hashes[0] if encoding in ENCODINGS else None, encoding)
 
 
 def _load_files(
     path: str, cache_dir: Path | None, encoding: str | None, **options: Any
-) -> tuple[datasets.DatasetDict, str | None]:
-    """Load a folder, or files with a builder of `datasets`; with CSVs' encoding, recognized unless it is given."""
+) -> tuple[datasets.DatasetDict, str | None, list[str]]:
+    """Load a folder, or files with a builder of `datasets`; with CSVs' encoding, and the SHA-256 of each file."""
     # Otherwise, `datasets` would tell the Hub that its builder is in use, and wait for 3 seconds without a connection.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     with tempfile.TemporaryDirectory() as temporary:
@@ -114,7 +114,7 @@ def _load_files(
             for file in files:
                 if file.suffix == ".json" and (content := file.read_bytes()).lstrip().startswith(b"["):
                     json.dumps(json.loads(content), ensure_ascii=False).encode()  # pandas drops half a surrogate pair
-            return splits, None
+            return splits, None, hashes
         # Without an index, a row with too many fields is an error. One with too few ends with empty fields.
         arguments = builder.config.pd_read_csv_kwargs | {"na_filter": False, "index_col": False}
         for candidate in (encoding,) if encoding else ENCODINGS:
@@ -125,7 +125,7 @@ def _load_files(
                     raise
             else:
                 if encoding or candidate != "gb18030" or all(map(_is_chinese, splits.values())):
-                    return splits, candidate
+                    return splits, candidate, hashes
     wrong = encoding or "UTF-8, nor Chinese in GB18030"
     raise ValueError(f"is not {wrong}: save it as UTF-8, or name its encoding with --encoding")
 

@@ -34,7 +34,7 @@ def resolve_commit(settings: ModelSettings) -> str | None:
     """Return the commit of `--model` and `--revision` on the Hub; None for a local folder and for a built-in model.
 
     A branch such as `main` can move between two requests, so it is resolved once and every file is loaded from that
-    commit. Without a connection, it is resolved from the local cache.
+    commit. Without a connection, it is resolved from the local cache. Checks that the config can be loaded.
     """
     on_hub = settings.model not in BUILT_IN and not os.path.isdir(settings.model)
     if settings.revision is not None and not on_hub:
