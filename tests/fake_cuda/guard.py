@@ -20,20 +20,15 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 FUNCTIONS = {"device": 0, "current_stream": 1, "launch": 1, "ordered": 3, "wait": 1, "wait_event": 1, "wait_all": 0}
 
 
-def library_path() -> Path:
-    """Return where the built library is kept: it depends on the version of PyTorch and on the source."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samebits"
-    source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    return cache / f"fake_cuda-{importlib.metadata.version('torch')}-{source}.so"
-
-
 def build() -> Path:
-    """Compile guard.cpp, which takes 10 seconds, unless that has been done. Return the library's path."""
-    library = library_path()
+    """Compile guard.cpp for this PyTorch in 10 seconds, unless that has been done. Return the library's path."""
+    torch = importlib.metadata.distribution("torch").locate_file("torch")
+    built_from = f"{importlib.metadata.version('torch')} {torch}\n{SOURCE.read_text()}"  # the path is in the library
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samebits"
+    library = cache / f"fake_cuda-{hashlib.sha256(built_from.encode()).hexdigest()[:16]}.so"
     if library.exists():
         return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    torch = importlib.metadata.distribution("torch").locate_file("torch")
+    cache.mkdir(parents=True, exist_ok=True)
     include = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     linked = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
     partial = library.with_suffix(f".{os.getpid()}")  # another process may build it at the same time
