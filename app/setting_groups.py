@@ -13,69 +13,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
-
 from .common.paths import DOWNLOADED_CSV
+from .setting_types import (
+    TRACKERS,
+    Above0,
+    AtLeast0,
+    ClassWeights,
+    Count,
+    DType,
+    Epochs,
+    Fraction,
+    LabelNames,
+    Length,
+    Name,
+    Profiled,
+    Seed,
+    Share,
+    Steps,
+    Threads,
+    Trackers,
+    Warmup,
+    When,
+)
 
 TINY, TINY_BERT = "tiny", "tiny-bert"
 BUILT_IN = (TINY, TINY_BERT)  # the models that need no download
 RECIPE: dict[str, Any] = {"max_length": 128, "num_train_epochs": 3.0}  # the defaults that depend on the model
 RECIPE_OF_TINY: dict[str, Any] = {"max_length": 256, "num_train_epochs": 6.0}  # chosen by cross-validation
-TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "swanlab")
-MAX_THREADS = 1024  # OpenMP aborts the process if the system cannot provide the requested threads
-MAX_PROFILED = 1000  # steps: the trace of one has some ten thousand events
-LARGEST_COUNT = 2**31 - 1  # every library used here accepts counts and seeds up to this value
-
-
-def check_name(text: str) -> str:
-    if not text:
-        raise ValueError("must not be empty (an unset shell variable is)")
-    if text != text.encode("utf-8", "ignore").decode():
-        raise ValueError("must be valid UTF-8, which safetensors and JSON require")
-    return text
-
-
-def check_class_weights(text: str) -> str:
-    # fp32 holds these, and their sums over a batch.
-    if text != "balanced" and not all(1e-30 < weight < 1e30 for weight in map(float, text.split(","))):
-        raise ValueError("must be `balanced`, or one number above 0 per class, such as 1,2.5")
-    return text
-
-
-def check_label_names(text: str) -> str:
-    names = split_label_names(text)
-    if not names or "" in {*names, *names.values()} or len(names) <= text.count(","):
-        raise ValueError("must name each label once, such as 0=bad,1=good")
-    return text
-
-
-def check_trackers(text: str) -> str:
-    if not {name.strip() for name in text.split(",")} <= {"none", *TRACKERS}:
-        raise ValueError(f"must be one or more of none, {', '.join(TRACKERS)}")
-    return text
-
-
-def split_label_names(text: str) -> dict[str, str]:
-    """Return the names in a text such as `0=negative,1=positive`, by label."""
-    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
-    return {label.strip(): name.strip() for label, _, name in pairs}
-
-
-Name = Annotated[str, AfterValidator(check_name)]
-Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
-Length = Annotated[int, Field(ge=3, le=LARGEST_COUNT)]  # a text has at least one token and the two special ones
-Seed = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
-Steps = Annotated[int, Field(ge=-1, le=LARGEST_COUNT)]
-Epochs = Annotated[float, Field(gt=0, le=LARGEST_COUNT)]
-Warmup = Annotated[float, Field(ge=0, le=LARGEST_COUNT)]
-Threads = Annotated[int, Field(ge=0, le=MAX_THREADS)]
-Profiled = Annotated[int, Field(ge=0, le=MAX_PROFILED)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-When = Literal["epoch", "steps", "no"]
-DType = Literal["fp32", "bf16"]
 
 
 @dataclass
@@ -102,7 +66,7 @@ class DataSettings:
     text_column: Annotated[Name, "column that contains the text"] = "review"
     label_column: Annotated[Name, "column that contains the class: two or more distinct integers or strings"] = "label"
     label_names: Annotated[
-        Annotated[str, AfterValidator(check_label_names)] | None,
+        LabelNames | None,
         "names of the classes in the model's config, predictions and reports, such as 0=negative,1=positive; default: "
         "the labels",
     ] = None
@@ -179,7 +143,7 @@ class TrainingSettings:
         "form batches of reviews of similar length (less padding) or of random reviews",
     ] = "group_by_length"
     class_weights: Annotated[
-        Annotated[str, AfterValidator(check_class_weights)] | None,
+        ClassWeights | None,
         "weight of each class in the training loss: `balanced` (inversely proportional to its training rows), or one "
         "number per class, such as 1,2.5, in the order of the labels; normalized over the global batch",
     ] = None
@@ -288,9 +252,7 @@ class OutputSettings:
     logging_steps: Annotated[
         Count, "optimizer steps per logging interval; at its end, losses are averaged over the ranks and logged"
     ] = 10
-    report_to: Annotated[
-        str, AfterValidator(check_trackers), f"trackers that also get the logs, with commas: {', '.join(TRACKERS)}"
-    ] = "none"
+    report_to: Annotated[Trackers, f"trackers that also get the logs, with commas: {', '.join(TRACKERS)}"] = "none"
     project: Annotated[Name, "project of the trackers"] = "samebits"
     run_name: Annotated[Name | None, "name of the run in the trackers; default: training path and folder"] = None
     disable_tqdm: Annotated[bool, "disable progress bars, which appear only on a terminal"] = False

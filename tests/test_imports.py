@@ -29,6 +29,7 @@ LAYERS = (
     {"distributed"},
     {"settings"},
     {"setting_groups"},
+    {"setting_types"},
     {"common"},
 )
 PATHS = ("ddp_loop", "trainer_run")

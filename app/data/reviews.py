@@ -20,7 +20,7 @@ from datasets import ClassLabel, Json
 from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
-from ..setting_groups import split_label_names
+from ..setting_types import split_label_names
 from .sources import Source, hash_json, one_line_errors
 
 Indices = NDArray[np.int64]
