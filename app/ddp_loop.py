@@ -250,7 +250,7 @@ def evaluate(
     assert n == len(eval_set), f"{n} rows were evaluated, not {len(eval_set)}"
 
     gathered = gather_rows(eval_set.positions, shard, n, world=world)
-    scores = score(gathered, eval_set.labels)
+    scores = score(gathered, eval_set.labels, eval_set.positive_class)
     assert correct == round(scores.accuracy * n), f"{correct} rows were counted as correct, but {scores}"
     return scores, gathered
 

@@ -25,7 +25,7 @@ FILES = ("csv", "validation_file", "test_file", "dataset_name")
 # Settings of a run that determine its predictions, and those that determine the split of its rows.
 OF_PREDICTIONS = (
     *("text_column", "label_column", "label_names", "max_length", "pad_to_multiple_of", "attn_implementation"),
-    *("precision", "tf32", "deterministic", "eval_batch_size", "threads"),
+    *("precision", "tf32", "deterministic", "eval_batch_size", "threads", "positive_class"),
 )
 OF_SPLIT = ("test_size", "validation_size", "seed")
 USED = (
@@ -80,7 +80,7 @@ from .distributed.collectives import broadcast_object, local_main_process_first,
 from .distributed.environment import rank_and_sizes
 from .distributed.process_group import join
 from .distributed.world import World
-from .metrics.score import score
+from .metrics.score import find_positive_class, score
 from .model.hub import resolve_commit
 from .model.load import check_length, load_trained
 from .record.results import predictions_as_csv
@@ -173,9 +173,8 @@ def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.f
         print(escape_control_characters(line))
     known = table.labels[part] >= 0
     if known.any():
-        scores = score(logits[known], table.labels[part][known])
-        correct = scores.accuracy * scores.n
-        print(labeled("accuracy", f"{scores.accuracy:.4f} ({correct:.0f} of {scores.n} reviews), F1 {scores.f1:.4f}"))
+        scores = score(logits[known], table.labels[part][known], find_positive_class(task.settings, table.class_names))
+        print(labeled("accuracy", scores.describe(table.class_names)))
     print(labeled("predictions", task.output))
 
 
@@ -270,6 +269,7 @@ def read_rows(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, Indi
         has_labels = "label_column" in task.given or settings.label_column in source.table.column_names
     columns = (settings.text_column, settings.label_column if has_labels else None)
     table = clean({"train": source}, columns, class_names=class_names, label_names=settings.label_names)
+    find_positive_class(settings, table.class_names)  # rejects another one before anything is predicted
     return table, np.arange(len(table), dtype=np.int64), has_labels
 
 

@@ -185,6 +185,10 @@ class EvaluationSettings:
     eval_strategy: Annotated[When, "when to evaluate"] = "epoch"
     eval_steps: Annotated[Count, "optimizer steps between evaluations with --eval_strategy steps"] = 500
     eval_batch_size: Annotated[Count, "examples per evaluation batch; affects the rounding of scores"] = 64
+    positive_class: Annotated[
+        Name | None,
+        "label or name of the class, of two, whose F1, precision and recall are computed; default: the second class",
+    ] = None
     early_stopping_patience: Annotated[
         Count | None,
         "stop training after so many evaluations in a row that did not improve --metric_for_best_model on the "

@@ -77,7 +77,7 @@ def fine_tune(settings: Settings, world: World) -> None:
         trainer.add_callback(RecordCallback(trainer, stop))
         train(trainer, prepared)
         logits = np.asarray(trainer.predict(prepared.test_set.loader.dataset).predictions)
-        record.finish(logits, score(logits, prepared.test_set.labels))
+        record.finish(logits, score(logits, prepared.test_set.labels, prepared.test_set.positive_class))
 
 
 def train(trainer: ReviewTrainer, prepared: Preparation) -> None:

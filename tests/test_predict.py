@@ -12,20 +12,22 @@ import pandas as pd
 import pytest
 from helpers.jobs import write_reviews
 from helpers.run_folders import edit_json
+from huggingface_hub import ModelCard
+from sklearn.metrics import f1_score
 from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
 
+from app import ddp_loop, trainer_run
 from app import predict as program
 from app.cli import parse_settings
 from app.common.errors import RunError, UserError
-from app.ddp_loop import evaluate, fine_tune
 from app.runs.reader import read_run
 
 FLAGS = ["--max_length=32", "--train_batch_size=8", "--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
 FLAGS += ["--use_cpu", "--threads=1", "--output_dir=run", "--eval_batch_size=4", "--test_size=0.4"]
 
 
-def train(world, *flags: str) -> None:
-    fine_tune(parse_settings([*FLAGS, *flags]), world)
+def train(world, *flags: str, path=ddp_loop) -> None:
+    path.fine_tune(parse_settings([*FLAGS, *flags]), world)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_predicting_the_test_rows_gives_the_runs_file(run, gives_the_runs_file, 
 def test_a_file_that_appears_while_rows_are_predicted_is_kept(run, predict, monkeypatch):
     def create_the_output(*arguments, **options):
         Path("o.csv").write_text("precious")
-        return evaluate(*arguments, **options)
+        return ddp_loop.evaluate(*arguments, **options)
 
     monkeypatch.setattr(program, "evaluate", create_the_output)
     with pytest.raises(RunError, match=r"o\.csv: has been created meanwhile"):
@@ -155,6 +157,26 @@ def test_a_run_whose_reviews_are_gone_is_a_mistake(run, predict):
         predict("run", "--split=test")
 
 
+@pytest.mark.parametrize("path", [ddp_loop, trainer_run])
+def test_f1_is_that_of_the_class_that_is_named_wherever_it_is_printed(world, predict, capsys, path):
+    write_reviews(Path("reviews.csv"), 60)
+    flags = ["--label_names=0=bad,1=good", "--positive_class=0", "--eval_strategy=epoch"]
+    train(world, "--csv=reviews.csv", *flags, path=path)
+    printed, run = capsys.readouterr().out, read_run(Path("run"))
+    f1 = {
+        name: f1_score(*run.predictions[["label", "predicted"]].T.to_numpy(), pos_label=name)
+        for name in ("bad", "good")
+    }
+    assert run.metrics["f1"] == run.evaluations[-1]["f1"] == f1["bad"] != f1["good"]
+    shown = {name: f"F1 (class {name}) {value:.4f}" for name, value in f1.items()}
+    assert shown["bad"] in printed
+    assert shown["bad"] in predict("run", "--split=test", "--output=as-trained.csv")
+    assert shown["good"] in predict("run", "--split=test", "--output=other.csv", "--positive_class=good")
+    card = ModelCard.load("run/model/README.md")
+    assert "| F1 (class bad) |" in card.text
+    assert [result.metric_name for result in card.data.eval_results] == ["accuracy", "F1 (class bad)"]
+
+
 def test_named_classes_are_in_the_model_and_in_all_predictions(world, predict, gives_the_runs_file):
     write_reviews(Path("reviews.csv"), 60)
     names = "--label_names=0=负面,1=正面"
@@ -190,6 +212,7 @@ def test_a_label_column_that_is_named_is_required(run, predict):
         (["run", "--csv=wrong.csv"], "row 1: label '差' is not a class of the model, which has 'gut', 'schlecht'"),
         (["run", "好", "--label_names=2=good"], "different names to classes of the model, which has 'gut', 'schlecht'"),
         (["run", "--csv=reviews.csv", "--output=no/o.csv"], "cannot be written: No such file or directory"),
+        (["run", "--csv=reviews.csv", "--positive_class=x"], "x: is not one of two classes: 'gut', 'schlecht'"),
         (["run", "--csv=reviews.csv", "--test_file=reviews.csv"], "--test_file: allowed only with --split"),
         (["run", "--split=test", "--csv=wrong.csv"], "its files have changed since the run split them"),
         (["run", "--split=test", "--csv=a.csv", "--dataset_name=b"], "--dataset_name and --csv exclude each other"),

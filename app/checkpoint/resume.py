@@ -52,7 +52,7 @@ WITHOUT_EFFECT = (
 ROUNDING = ("gradient_accumulation_steps", "threads", "cpu_offload", "eval_batch_size")
 # They decide how rows are evaluated, and which weights are the best. That matters only if a run finishes with those, or
 # stops early. The batch size affects the rounding of the scores, and with it the choice between nearly equal ones.
-BEST_WEIGHTS = ("metric_for_best_model", "eval_strategy", "eval_steps", "eval_batch_size")
+BEST_WEIGHTS = ("metric_for_best_model", "positive_class", "eval_strategy", "eval_steps", "eval_batch_size")
 # They choose the rows, the model and the number of steps, which a checkpoint records: those are compared instead.
 CHOICES = (
     *("text_column", "label_column", "label_names", "test_size", "validation_size"),

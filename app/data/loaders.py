@@ -28,6 +28,7 @@ class EvalSet:
     loader: DataLoader[Any]  # this rank's batches
     is_filler: Sequence[bool]  # for each batch, whether it only makes the numbers equal: its logits must not be used
     positions: Sequence[int]  # of this rank's rows among the n rows, in the order of the batches, without filler
+    positive_class: int = 1  # of two classes, the id of the one whose F1 is computed
 
     def __len__(self) -> int:
         return len(self.labels)

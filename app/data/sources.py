@@ -63,8 +63,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     name = settings.dataset_name
     if name is None:
         files = {"train": settings.csv_path, "validation": settings.validation_file, "test": settings.test_file}
-        given = settings.encoding
-        return {part: open_file(Path(path), cache_dir, given) for part, path in files.items() if path is not None}
+        return {part: open_file(Path(path), cache_dir, settings.encoding) for part, path in files.items() if path}
     with one_line_errors(f"--dataset_name {name}"):
         base, _, config = name.rstrip("/").rpartition("/")
         if os.path.isdir(name):

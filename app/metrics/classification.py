@@ -13,15 +13,14 @@ class Classification(evaluate.Metric):  # type: ignore[misc]
         return evaluate.MetricInfo(
             description=self.__doc__,
             citation="",
-            inputs_description="predictions, references: class ids, int64 (n,); average: as in scikit-learn",
+            inputs_description="predictions, references: class ids, int64 (n,); options: as in scikit-learn",
             features=datasets.Features({"predictions": class_id, "references": class_id}),
         )
 
-    def _compute(self, predictions: list[int], references: list[int], average: str = "binary") -> dict[str, float]:
-        per_class = {"average": average, "zero_division": 0}
+    def _compute(self, predictions: list[int], references: list[int], **options: object) -> dict[str, float]:
         return {
             "accuracy": float(accuracy_score(references, predictions)),
-            "f1": float(f1_score(references, predictions, **per_class)),
-            "precision": float(precision_score(references, predictions, **per_class)),
-            "recall": float(recall_score(references, predictions, **per_class)),
+            "f1": float(f1_score(references, predictions, zero_division=0, **options)),
+            "precision": float(precision_score(references, predictions, zero_division=0, **options)),
+            "recall": float(recall_score(references, predictions, zero_division=0, **options)),
         }

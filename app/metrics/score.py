@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,16 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..common.errors import RunError
+from ..common.errors import RunError, UserError, list_names, shorten
+from ..setting_types import split_label_names
+from ..settings import Settings
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one evaluation.
-
-    With two classes, F1, precision and recall refer to the second class (label 1 if the labels are 0 and 1); with more
-    classes they are unweighted (macro) averages.
-    """
+    """Scores of one evaluation. F1, precision and recall of more than two classes are unweighted (macro) averages."""
 
     accuracy: float
     f1: float
@@ -30,6 +29,25 @@ class Scores:
     loss: float  # mean cross-entropy in nats
     confusion_matrix: list[list[int]]  # [i][j]: the number of rows of class i that were predicted as class j
     n: int  # number of rows
+    positive_class: int | None  # of two classes, the id of the one whose F1, precision and recall these are
+
+    def describe(self, class_names: Sequence[str]) -> str:
+        f1 = f"{name_f1(self.positive_class, class_names)} {self.f1:.4f}"
+        return f"{self.accuracy:.4f} ({round(self.accuracy * self.n)} of {self.n} reviews), {f1}"
+
+
+def name_f1(positive_class: int | None, class_names: Sequence[str]) -> str:
+    return "F1 (macro)" if positive_class is None else f"F1 (class {shorten(class_names[positive_class], 40)})"
+
+
+def find_positive_class(settings: Settings, class_names: Sequence[str]) -> int:
+    """Return the id of the class that `--positive_class` names, which is invalid unless it is one of two classes."""
+    if (label := settings.positive_class) is None:
+        return 1
+    name = label if label in class_names else split_label_names(settings.label_names or "").get(label)
+    if name not in class_names or len(class_names) > 2:
+        raise UserError(f"--positive_class {shorten(label)}: is not one of two classes: {list_names(class_names)}")
+    return class_names.index(name)
 
 
 @cache
@@ -42,7 +60,7 @@ def load_metrics() -> Any:
         return Classification(cache_dir=folder, keep_in_memory=True)
 
 
-def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Scores:
+def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64], positive_class: int = 1) -> Scores:
     """Score predicted logits, float (n, classes), of rows with these class ids, int64 (n,).
 
     Raises:
@@ -53,8 +71,8 @@ def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Score
     n, n_classes = logits.shape
     predicted = logits.argmax(axis=1)
     log_probabilities = torch.from_numpy(logits).double().log_softmax(dim=1).numpy()
-    average = "binary" if n_classes == 2 else "macro"
-    metrics: dict[str, float] = load_metrics().compute(predictions=predicted, references=labels, average=average)
+    options = {"average": "binary", "pos_label": positive_class} if n_classes == 2 else {"average": "macro"}
+    metrics: dict[str, float] = load_metrics().compute(predictions=predicted, references=labels, **options)
     loss = float(-log_probabilities[np.arange(n), labels].mean())
     if not math.isfinite(loss):
         raise RunError(f"the loss of the {n} rows that were evaluated is {loss}")
@@ -63,4 +81,5 @@ def score(logits: NDArray[np.floating[Any]], labels: NDArray[np.int64]) -> Score
         loss=loss,
         confusion_matrix=confusion_matrix(labels, predicted, labels=range(n_classes)).tolist(),
         n=n,
+        positive_class=positive_class if n_classes == 2 else None,
     )

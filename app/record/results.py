@@ -23,7 +23,7 @@ from ..common.files import commit, write_json, write_text
 from ..common.formats import render_template
 from ..common.paths import PACKAGE
 from ..data.reviews import Indices, ReviewTable
-from ..metrics.score import Scores
+from ..metrics.score import Scores, name_f1
 from ..runs.csv_escape import escape
 from ..runs.hashes import DIGITS, hash_run
 from ..runs.schema import LATEST, METRICS, MODEL_CARD, MODEL_FOLDER, PREDICTIONS, RUNS, STEPS, prediction_columns
@@ -109,15 +109,14 @@ def metrics_content(folder: Path, scores: Scores, peak_memory: Sequence[int]) ->
     }
 
 
-def describe_result(run: Preparation, metrics: Mapping[str, Any]) -> str:
+def describe_result(run: Preparation, scores: Scores, metrics: Mapping[str, Any]) -> str:
     """Return the block that a run prints at its end: its results, its files, and the next steps."""
-    n, accuracy, model = metrics["n_test"], metrics["accuracy"], str(run.folder / MODEL_FOLDER)
-    seconds, rate = metrics["train_seconds"], metrics["train_examples_per_second"]
+    model, seconds = str(run.folder / MODEL_FOLDER), metrics["train_seconds"]
     other_path = RUNS / ("trainer_run" if run.path_name == "ddp_loop" else "ddp_loop") / LATEST
     other_run = shlex.quote(str(other_path)) if other_path.exists() else "OTHER_RUN"
     facts = {
-        "test accuracy": f"{accuracy:.4f} ({round(accuracy * n)} of {n} reviews), F1 {metrics['f1']:.4f}",
-        "training took": f"{seconds:.1f} s, {rate:.0f} reviews per second",
+        "test accuracy": scores.describe(run.data.table.class_names),
+        "training took": f"{seconds:.1f} s, {metrics['train_examples_per_second']:.0f} reviews per second",
         "hash": f"{metrics['hash'][:DIGITS]}: weights, losses, gradient norms, evaluations and predictions",
         "model": f"{model}/",
         "predictions": run.folder / PREDICTIONS,
@@ -148,9 +147,10 @@ def model_card(run: Preparation, metrics: Mapping[str, Any]) -> str:
     # The name of the model that was fine-tuned, or of its folder; the names of files and folders are untrusted.
     base = None if model in BUILT_IN else escape_control_characters(Path(model).resolve().name if is_folder else model)
     dataset = escape_control_characters(run.data.table.path.stem)
+    f1 = name_f1(metrics["positive_class"], run.data.table.class_names)
     results = [
-        EvalResult(TASK, "csv", dataset, metric_type=name, metric_value=metrics[name], dataset_split="test")
-        for name in ("accuracy", "f1")
+        EvalResult(TASK, "csv", dataset, name, metrics[name], metric_name=shown, dataset_split="test")
+        for name, shown in (("accuracy", "accuracy"), ("f1", f1))
     ]
     metadata = ModelCardData(  # without unknown facts such as the language of a user's reviews
         base_model=None if is_folder else base,
@@ -170,5 +170,6 @@ def model_card(run: Preparation, metrics: Mapping[str, Any]) -> str:
         split=split_content(run),
         class_names=run.data.table.class_names,
         metrics=metrics,
+        f1=f1,
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n{body}\n"

@@ -125,7 +125,7 @@ class RunRecord:
         state = complete_state(run.model, state)
         metrics = write_results(run, state, logits=logits, scores=scores, peak_memory=peak_memory)
         self.trackers.log(METRICS.name, [metrics | {"step": self.plan.total_steps}])
-        self.world.print_main(describe_result(run, metrics))
+        self.world.print_main(describe_result(run, scores, metrics))
 
     @contextmanager
     def locate_failures(self) -> Iterator[None]:

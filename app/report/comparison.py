@@ -51,7 +51,11 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
             {"path": run.settings["path"], "folder": str(run.folder), "world_size": run.settings["world_size"]}
             | {name: run.metrics[name] for name in PER_RUN}
             | {name: run.metrics.get(name) for name in PER_RUN_IF_KNOWN}
-            | {"steps": len(run.steps)}
+            # Runs of earlier versions did not record it: it was the second of two classes.
+            | {
+                "steps": len(run.steps),
+                "positive_class": run.metrics.get("positive_class", 1 if len(a.split["classes"]) == 2 else None),
+            }
             for run in (a, b)
         ],
         "split_fingerprint": a.split["fingerprint"],

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..common.files import write_json, write_text
 from ..common.formats import MIB, render_template
+from ..metrics.score import name_f1
 from . import charts
 from .explanation import differing_settings
 
@@ -107,14 +108,15 @@ def hashes(comparison: dict[str, Any]) -> str:
 
 def metric_rows(comparison: dict[str, Any], metrics: Sequence[tuple[str, str, str, float]]) -> list[dict[str, Any]]:
     """Return metrics of both runs, formatted, with their difference, which is A - B as everywhere in the report."""
-    rows = []
+    rows, classes = [], comparison["classes"]
+    f1 = " and ".join(dict.fromkeys(name_f1(run["positive_class"], classes) for run in comparison["runs"]))
     for name, key, form, unit in metrics:
         # The memory is a list with a number per rank.
         values = [np.nan if run[key] is None else float(np.max(run[key])) / unit for run in comparison["runs"]]
         difference = values[0] - values[1]
         rows.append(
             {
-                "name": name,
+                "name": f1 if key == "f1" else name,
                 "cells": [_format(value, form) for value in values],
                 "difference": "=" if difference == 0 else _format(difference, "+" + form).replace("-", "−"),
             }

@@ -164,7 +164,7 @@ class ReviewTrainer(Trainer):
                 n_done += len(class_logits)
         assert n_done == len(shard), f"{n_done} rows were evaluated, not {len(shard)}"
         gathered = gather_rows(eval_set.positions, shard, len(eval_set), world=self.world)
-        scores = score(gathered, eval_set.labels)
+        scores = score(gathered, eval_set.labels, eval_set.positive_class)
         names = ("accuracy", "f1", "precision", "recall", "loss")
         return EvalLoopOutput(
             predictions=gathered,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ..data.split import Split, count_duplicates, split_reviews
 from ..data.tokenize import lengths_of, occurring_tokens, tokenize
 from ..distributed.collectives import all_gather_object, broadcast_object, local_main_process_first, raise_on_all_ranks
 from ..distributed.world import World
+from ..metrics.score import find_positive_class
 from ..model.built_in import embeddings_of
 from ..model.dropout import checkpoint_activations
 from ..model.hub import resolve_commit
@@ -81,7 +82,7 @@ class ReviewData:
     def eval_set(self, name: str, settings: Settings, world: World) -> EvalSet:
         """Build an eval set: `validation` or `test`."""
         part: Indices = getattr(self.split, name)
-        return build_eval_set(
+        eval_set = build_eval_set(
             name,
             self.rows.select(part),
             self.table.labels[part],
@@ -89,6 +90,7 @@ class ReviewData:
             collator=self.collator,
             world=world,
         )
+        return replace(eval_set, positive_class=find_positive_class(settings, self.table.class_names))
 
 
 def read_and_split(
@@ -101,6 +103,7 @@ def read_and_split(
     """
     columns = (settings.text_column, settings.label_column)
     table = clean(open_sources(settings, cache_dir), columns, label_names=settings.label_names)
+    find_positive_class(settings, table.class_names)  # rejects one that the file does not have
     split = split_reviews(
         table,
         test_size=settings.test_size,

@@ -20,12 +20,7 @@ from ..data.loaders import EvalSet
 from ..data.sampler import BatchPlan
 from ..data.split import describe_duplicates
 from ..data.tokenize import hash_tokens
-from ..distributed.collectives import (
-    all_gather_object,
-    broadcast_object,
-    gather_arithmetic,
-    raise_on_all_ranks,
-)
+from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.world import World
 from ..metrics.score import load_metrics
 from ..model.identity import hash_code

@@ -123,6 +123,7 @@ def test_all_settings_that_change_results_are_named(found):
         ({}, {"metric_for_best_model": "f1", "eval_batch_size": 7}, None),  # there are no best weights
         (BEST, {}, None),
         (BEST, {"metric_for_best_model": "f1"}, "metric_for_best_model was loss and is f1"),
+        (BEST, {"positive_class": "0"}, "positive_class was None and is 0"),
         (BEST, {"eval_batch_size": 7}, "eval_batch_size was 64 and is 7"),
         ({}, {"total_steps": 7}, "total steps was 6 and is 7"),
         ({}, {"fingerprint": "b"}, "split fingerprint was .* and is b"),

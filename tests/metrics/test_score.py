@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics
 
-from app.common.errors import RunError
-from app.metrics.score import score
+from app.common.errors import RunError, UserError
+from app.metrics.score import find_positive_class, score
+from app.settings import Settings
 
 
-@given(n=st.integers(1, 40), classes=st.integers(2, 4), seed=st.integers(0, 999))
-def test_scores_equal_those_of_scikit_learn(n, classes, seed):
+@given(n=st.integers(1, 40), classes=st.integers(2, 4), positive=st.integers(0, 1), seed=st.integers(0, 999))
+def test_scores_equal_those_of_scikit_learn(n, classes, positive, seed):
     random = np.random.default_rng(seed)
     logits, labels = random.normal(size=(n, classes)), random.integers(0, classes, size=n)
     predicted = logits.argmax(axis=1)
-    average = "binary" if classes == 2 else "macro"
-    scores = score(logits, labels)
+    of_class = {"average": "binary", "pos_label": positive} if classes == 2 else {"average": "macro"}
+    scores = score(logits, labels, positive)
     assert scores.accuracy == metrics.accuracy_score(labels, predicted)
     for name in ("f1", "precision", "recall"):
-        expected = getattr(metrics, f"{name}_score")(labels, predicted, average=average, zero_division=0)
+        expected = getattr(metrics, f"{name}_score")(labels, predicted, **of_class, zero_division=0)
         assert getattr(scores, name) == expected
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     assert scores.loss == pytest.approx(metrics.log_loss(labels, probabilities, labels=range(classes)))
     assert scores.confusion_matrix == metrics.confusion_matrix(labels, predicted, labels=range(classes)).tolist()
     assert scores.n == n
+
+
+@pytest.mark.parametrize(
+    ("requested", "label_names", "classes", "found"),
+    [
+        (None, None, "01", 1),
+        ("0", None, "01", 0),
+        ("0", "0=a", "a1", 0),
+        ("a", "0=a", "a1", 0),
+        ("2", None, "01", r"^--positive_class 2: is not one of two classes: '0', '1'$"),
+        ("1", None, "012", "is not one of two classes: '0', '1', '2'"),
+    ],
+)
+def test_the_positive_class_is_named_by_its_label_or_name(requested, label_names, classes, found):
+    settings = Settings(positive_class=requested, label_names=label_names)
+    with nullcontext() if isinstance(found, int) else pytest.raises(UserError, match=found):
+        assert find_positive_class(settings, [*classes]) == found
 
 
 def test_huge_logits_have_a_finite_loss():

@@ -31,7 +31,7 @@ KEYS = {
     "steps.jsonl": "step epoch loss learning_rate examples tokens padded_tokens seconds grad_norm",
     "evaluations.jsonl": "step epoch rows accuracy loss n f1",
     "metrics.json": "accuracy f1 loss n_test train_seconds train_examples_per_second peak_memory_bytes precision "
-    "recall confusion_matrix train_tokens_per_second padding_fraction skipped_steps hash",
+    "recall positive_class confusion_matrix train_tokens_per_second padding_fraction skipped_steps hash",
 }
 
 

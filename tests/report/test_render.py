@@ -116,6 +116,7 @@ def test_the_reports_show_the_values(comparison):
     assert re.findall(r"row (\d+) ", section) == [str(row["row"]) for row in rows]
     assert "learning_rate" in text.partition("Settings that differ")[2]
     for page in (markdown, text):
+        assert "F1 (class <script>document" in page.replace("&lt;", "<").replace("&gt;", ">")
         assert "Trained differently: threads 1 and 2, learning_rate 0.5 and 0.001; start both with --threads 1." in page
         assert "step 1: the loss is " in page
 
