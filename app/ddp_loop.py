@@ -85,7 +85,7 @@ def fine_tune(settings: Settings, world: World) -> None:
 
 
 # 2. ONE OPTIMIZER STEP trains on one global batch = logical ranks x accumulation steps x rows of a micro-batch. A
-#    logical rank is a rank, unless --logical_ranks gives each rank several shares of the batch (docs/glossary.md).
+#    logical rank is a rank, unless --logical_ranks gives each rank several shares of the batch (docs/learn.md).
 def train_step(
     wrapped: torch.nn.Module,
     batches: Sequence[Batch],

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node=2 -m app.minimal --csv reviews.csv
 
 torchrun starts two processes, the ranks, which train on halves of the same batches. Rank 0 prints a line per step, then
-test accuracy and the SHA-256 of the weights, bitwise identical to app.ddp_loop's (docs/from_minimal_to_ddp_loop.md).
+test accuracy and the SHA-256 of the weights, bitwise identical to app.ddp_loop's (docs/learn.md).
 """
 
 if __name__ == "__main__":
