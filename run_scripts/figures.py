@@ -54,11 +54,8 @@ def main() -> int:
     if options.check:
         return check(chosen)
     for name, figure in chosen.items() if not options.pages else ():
-        measured, seconds = measure(name, figure)
-        for value, text in measured.items():
-            figure["values"][value]["text"] = text
-        figure |= {"commit": commit(), "date": f"{date.today()}", "cpu": cpu(), "seconds": round(seconds)}
-        write_figures(figures)  # after each one, so that a later failure loses nothing
+        record(name, *measure(name, figure))
+    figures = read_figures()
     for page in pages():
         page.write_text(filled(page.read_text("utf-8"), figures), encoding="utf-8")
     (DOCS / "results.md").write_text(results_page(), encoding="utf-8")
@@ -123,10 +120,14 @@ def read_figures() -> dict[str, Figure]:
     return {name: figure for figures in read_pages_of_figures().values() for name, figure in figures.items()}
 
 
-def write_figures(figures: dict[str, Figure]) -> None:
-    """Write the figures below the comment at the top of the file."""
+def record(name: str, texts: dict[str, str], seconds: float) -> None:
+    """Write what has been measured into figures.yaml, which may have been edited meanwhile."""
     comment = "".join(re.findall(r"^#.*\n", FIGURES.read_text("utf-8"), re.MULTILINE))
-    content = {page: {name: figures[name] for name in names} for page, names in read_pages_of_figures().items()}
+    content = read_pages_of_figures()
+    figure = next(figures[name] for figures in content.values() if name in figures)
+    for value, text in texts.items():
+        figure["values"][value]["text"] = text
+    figure |= {"commit": commit(), "date": f"{date.today()}", "cpu": cpu(), "seconds": round(seconds)}
     text = yaml.dump(content, Dumper=Dumper, allow_unicode=True, sort_keys=False, width=118)
     FIGURES.write_text(comment + re.sub(r"^(?=\S)", "\n", text, flags=re.MULTILINE), encoding="utf-8")
 

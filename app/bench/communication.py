@@ -1,10 +1,17 @@
-"""Communication laboratory: time and explain what the exchanges of a training job cost.
+"""Communication laboratory: what the exchanges of a training step cost, and what settings of DDP change.
 
     torchrun --standalone --nproc_per_node=2 -m app.bench.communication
     python -m app.bench.communication --sections ladder --link 1:1
 
-Writes communication.md and communication.json into `--output_dir` (default: a new folder in runs/communication/).
-docs/communication.md explains how to read them.
+Each section times the training step of app.ddp_loop, in variants that train on the same batches from the same weights,
+in 3 to 7 rounds. Every second round has the opposite order, so a moment in which the machine is slow affects all
+variants. A round takes as long as the slowest rank. A table shows the median time, and as `relative` the median of the
+rounds' ratios to the first variant, with the lowest and the highest: if 1 is between them, the rounds show no
+difference. Except in `breakdown`, the strategy is ddp, and gradients are not compressed. Two ranks on one machine
+exchange gradients through its memory, which is faster than a network; with `--link`, through a link between two nodes.
+
+Writes communication.md and communication.json, which has the times of all rounds, into `--output_dir` (default: a new
+folder in runs/communication/).
 """
 
 from __future__ import annotations

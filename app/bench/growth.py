@@ -3,10 +3,11 @@
     python -m app.bench.growth --csv reviews.csv
     python -m app.bench.growth --rows 10000 100000 --ranks 4
 
-For each number of rows, writes a CSV (the reviews of `--csv`, repeated and numbered) and
-trains one step of `tiny-bert` on it with app.ddp_loop, on the CPU: first with an empty cache ("cold"), then again
-("warm"). Both jobs also evaluate the test rows, a tenth of all rows. Writes growth.md and growth.json
-into `--output_dir`.
+For each number of rows, writes a CSV (the reviews of `--csv`, repeated and numbered) and trains one step of `tiny-bert`
+on it with app.ddp_loop, on the CPU: first with an empty cache ("cold"), then again ("warm"). Both jobs also evaluate
+the test rows, a tenth of all rows. Seconds are counted from the start of torchrun to the first step. Memory is the peak
+of each rank's private memory: it does not include mapped files, which the ranks share and whose pages the kernel may
+drop. Writes growth.md and growth.json into `--output_dir`.
 """
 
 from __future__ import annotations
@@ -57,10 +58,6 @@ FLAGS = (
     *("--model", TINY_BERT, "--use_cpu", "--max_steps", "1", "--logging_steps", "1"),
     *("--eval_strategy", "no", "--save_strategy", "no"),
 )
-NOTE = (
-    "Seconds from the start of torchrun to the first step, and the peak of each rank's private memory. It does not "
-    "include mapped files, which the ranks share and whose pages the kernel may drop."
-)
 
 
 def main() -> int:
@@ -69,7 +66,7 @@ def main() -> int:
     folder = create_folder(settings.output_dir, RUNS / "growth")
     facts = {"model": TINY_BERT, "ranks": str(ranks), **describe_machine(torch.device("cpu"))}
     page = Page("Growth", facts | {"command": command_line()}, folder)
-    page.section("growth", "From the start of a job to its first step", NOTE)
+    page.section("growth", "From the start of a job to its first step")
     for n in sorted(set(own_flags["rows"])):
         with tempfile.TemporaryDirectory(prefix="growth-", dir=folder) as name:
             path = Path(name, "reviews.csv")

@@ -5,9 +5,10 @@
 
 Trains a few steps under each strategy. It adds up the memory behind the tensors that a rank holds: its parameters and
 optimizer state after a step, and its gradients right before an update. The activations are what the allocator has given
-out in the forward pass of a micro-batch and not got back by its end. Rows are padded to `--max_length`, as app.plan
-assumes. Besides other models, `--model` takes 4x312, 4x512 and 12x768, which are untrained BERTs. Ends with exit status
-1 if a measured number differs from the predicted one by more than 2%.
+out in the forward pass of a micro-batch, with dropout masks as in training, and not got back by its end. Rows are those
+of the bundled sample, unless --csv or --dataset_name is given, and padded to `--max_length`, as app.plan assumes.
+Besides other models, `--model` takes 4x312, 4x512 and 12x768, which are untrained BERTs. Ends with exit status 1 if a
+measured number differs from the predicted one by more than 0.5%.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ..strategies.base import local_part
 from .planned import MEASURED, PREDICTED, compare_with_plan
 from .steps import Bench
 
-TOLERANCE = 0.02  # of a predicted number, which leaves out what row dropout keeps besides the masks
+TOLERANCE = 0.005  # of a predicted number, which leaves out a few small tensors
 
 
 def main(settings: Settings) -> None:

@@ -4,10 +4,15 @@
     python -m app.bench.scaling --ranks 1 2 4 --strategies ddp zero1 zero2 zero3
     python -m app.bench.scaling --step_ms 250 --parameters 60e6 --link_gbit 100
 
-Trains short runs of app.ddp_loop with 1, 2, 4 and 8 ranks on this machine's GPUs. Without GPUs, the ranks share the
-CPU, and with `--links` there are runs on two network namespaces with a link between them (needs root). With `--step_ms`
-it trains none, and predicts a cluster of up to 1,024 ranks from the time of one rank's step. Writes scaling.md and
-scaling.json into `--output_dir`. docs/scaling.md explains what is measured, and the formulas.
+Strong scaling: runs of app.ddp_loop with 1, 2, 4 and 8 ranks divide the same batches, on this machine's GPUs. Without
+GPUs, the ranks share the CPU, and with `--links` there are runs on two network namespaces with a link between them
+(needs root). Each run is a job of its own, every one once per round, every second round in the opposite order. The time
+of a step is the mean of `--steps` steps after the first 5; the table has the median over the rounds, with the range.
+
+With `--step_ms` it trains none, and predicts weak scaling (each rank has as many rows) of up to 1,024 ranks from the
+time of one rank's step: buckets become ready during the backward pass, which is two thirds of the step, and each is
+exchanged in a ring while the next is computed. Nothing else is modeled: no nodes, slow ranks, congestion or trees, so
+it shows which term grows, not what a purchase would achieve. Writes scaling.md and scaling.json into `--output_dir`.
 """
 
 from __future__ import annotations
@@ -44,10 +49,9 @@ if __name__ == "__main__":
 
 import argparse
 import sys
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -118,11 +122,16 @@ def measure(settings: Settings, options: argparse.Namespace) -> None:
     for run in runs:
         if settings.train_batch_size % run.ranks:
             raise UserError(f"--train_batch_size {settings.train_batch_size} cannot be divided among {run.ranks} ranks")
-    train = partial(time_run, flags=flags_of(with_model_folder(settings)), threads=settings.threads or 0)
-    train(runs[-1], steps=1)  # fills the cache, or reports a mistake before there is a folder
+    flags, threads = flags_of(with_model_folder(settings)), settings.threads or 0
+
+    def train(run: Run, steps: int) -> pd.Series:
+        given = [*flags, "--strategy", run.strategy]
+        return time_steps("train", given, steps=steps, ranks=run.ranks, threads=threads, link=run.link)
+
+    train(runs[-1], 1)  # fills the cache, or reports a mistake before there is a folder
     facts = {"model": settings.model, "batch": f"{settings.train_batch_size} rows", "threads": f"{settings.threads}"}
     page = new_page(settings, facts)
-    jobs = {str(run): partial(train, run, steps=options.steps) for run in runs}
+    jobs = {str(run): partial(train, run, options.steps) for run in runs}
     times = alternate_jobs(jobs, options.rounds)["seconds"].unstack()[list(jobs)] / options.steps
     cores = "Each rank has a GPU." if gpus else f"All ranks share {len(usable_cores())} CPU core(s)."
     about = f"{cores} Medians, and the range, of {options.rounds} alternating rounds of {options.steps} steps."
@@ -136,11 +145,6 @@ def measure(settings: Settings, options: argparse.Namespace) -> None:
         table["efficiency"] = (speedup / [run.ranks for run in runs]).map("{:.0%}".format)
     page.table("Strong scaling", table)
     page.write("scaling")
-
-
-def time_run(run: Run, *, steps: int, flags: Sequence[Any], threads: int) -> pd.Series:
-    flags = [*flags, "--strategy", run.strategy]
-    return time_steps("train", flags, steps=steps, ranks=run.ranks, threads=threads, link=run.link)
 
 
 # ---- predicted for a cluster -----------------------------------------------------------------------------------------

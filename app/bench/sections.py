@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 
 from ..common.formats import mib, points
-from ..data.sampler import BatchPlan, plan_batches
+from ..data.sampler import plan_batches
 from ..ddp_loop import evaluate
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, wait_for_device
 from ..distributed.world import World
@@ -29,7 +29,6 @@ from ..profiling.breakdown import EXPOSED, divide_steps
 from ..profiling.profiler import FIRST, start_profiler
 from ..report.statistics import paired
 from ..settings import Settings
-from ..strategies.ddp import DDPStrategy
 from ..training.build import ReviewData, build_data, select_strategy
 from ..training.step import peak_learning_rate
 from .core import Lab, compared, format_seconds
@@ -45,8 +44,8 @@ HOOKS = {hook: hook for hook in ("no", "fp16", "bf16", "power_sgd")}
 def breakdown(lab: Lab) -> None:
     """Where the time of a step goes
 
-    From a profile of 5 steps, which the profiler slows down. The mean of all ranks.
-    docs/communication.md#where-the-time-of-a-step-goes---profile defines the parts.
+    From a profile of 5 steps, which the profiler slows down. The mean of all ranks. Communication is exposed in the
+    moments in which a collective is in flight and the rank computes nothing; otherwise it is hidden.
     """
     bench = build_bench(lab.settings, lab.data, lab.world)
     optimization, batches = bench.optimization(TOTAL_STEPS), cycle(bench.loader)
@@ -89,7 +88,8 @@ def vary(settings: Settings, field: str, values: Mapping[str, Any]) -> dict[str,
 def unused_parameters(lab: Lab) -> None:
     """Searching for unused parameters
 
-    docs/communication.md#a-training-step explains why the difference is pure overhead.
+    DDP walks through the graph of each forward pass, and the ranks exchange which parameters they have used. This model
+    uses all of them, so the difference is pure overhead.
     """
     compare_steps(lab, vary(plain_ddp(lab.settings), "ddp_find_unused_parameters", {"off": False, "on": True}))
 
@@ -97,7 +97,8 @@ def unused_parameters(lab: Lab) -> None:
 def compression(lab: Lab) -> None:
     """Compressed gradients
 
-    Each --ddp_comm_hook. docs/communication.md#compressed-gradients.
+    Each --ddp_comm_hook, without the first steps of PowerSGD, which are not compressed. app.bench.traffic prints the
+    bytes that a step sends with it.
     """
     # PowerSGD compresses from the third step on, because 10% of so few steps is less than its minimum of 2. A call that
     # is timed is preceded by two others.
@@ -110,7 +111,8 @@ def compression(lab: Lab) -> None:
 def no_sync(lab: Lab) -> None:
     """Skipped synchronization
 
-    docs/communication.md#a-training-step explains why not all of the difference is communication.
+    Gradients are exchanged for every k-th micro-batch, as in gradient accumulation. A micro-batch also has 1/k of the
+    clipping and of the update, so not all of the difference is communication.
     """
     plain = plain_ddp(lab.settings)
     n_train = len(lab.data.split.train)
@@ -134,21 +136,15 @@ def every(k: int) -> str:
 def reduction(lab: Lab) -> None:
     """Plain all-reduce and fixed tree
 
-    docs/same_bits.md#the-tree describes the fixed tree.
+    The order of additions of an all-reduce depends on the number of ranks, that of the fixed tree
+    (docs/same_bits.md#the-fixed-tree) does not: the difference is what equal bits cost.
     """
-    plain, ranks, topology = plain_ddp(lab.settings), lab.world.size, lab.world.topology
+    plain, ranks = plain_ddp(lab.settings), lab.world.size
     variants: dict[str, Variant] = {"plain all-reduce": (replace(plain, logical_ranks=None), PlainDDP)}
-    if topology.two_levels:
-        variants["in one level"] = (replace(plain, logical_ranks=ranks), in_one_level)
     for n in (ranks, 2 * ranks):
         if n == ranks or n & (n - 1) == 0:  # `plan_batches` accepts no others
             variants[f"{n} logical ranks"] = (replace(plain, logical_ranks=n), select_strategy)
     compare_steps(lab, variants)
-
-
-def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDPStrategy:
-    """Return DDP that sums gradients over all ranks at once, as if they were on one node."""
-    return DDPStrategy(settings, plan, replace(world, node_groups=()))
 
 
 # ---- when gradients are ready ----------------------------------------------------------------------------------------
@@ -157,8 +153,8 @@ def in_one_level(settings: Settings, plan: BatchPlan, world: World) -> DDPStrate
 def readiness(lab: Lab) -> None:
     """When gradients are ready
 
-    A backward pass without communication on every rank: figure 2 (c, d) of the paper.
-    docs/communication.md#readiness.
+    A backward pass without communication on every rank: figure 2 (c, d) of the paper. DDP can send a gradient as soon
+    as it is ready. The embeddings are ready last, so what they send cannot be hidden, whatever the size of the buckets.
     """
     bench = build_bench(plain_ddp(lab.settings), lab.data, lab.world)
     parameters = {name: p for name, p in bench.model.named_parameters() if p.requires_grad}
@@ -200,8 +196,8 @@ def convergence(lab: Lab) -> None:
     """Skipped synchronization: convergence
 
     Trainings on the same number of rows, in which gradients are exchanged for every k-th micro-batch. A seed determines
-    split, initial weights, order and dropout, so all variants of a seed are paired.
-    docs/communication.md#does-skipped-synchronization-converge explains them.
+    split, initial weights, order and dropout, so all variants of a seed are paired. With k micro-batches per exchange,
+    a training has 1/k of the updates, once with the same learning rate, and once with k times as much.
     """
     data, settings = lab.data, plain_ddp(lab.settings, logical_ranks=None)
     with raise_on_all_ranks(lab.world):

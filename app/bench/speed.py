@@ -3,8 +3,16 @@
     python -m app.bench.speed --csv reviews.csv --ranks 2 --threads 1
     python -m app.bench.speed --model 4x312 --precision bf16 --recipes ddp_loop tutorial
 
-Prints examples per second, padding and MFU, and writes speed.md and speed.json into `--output_dir` (default: a new
-folder in runs/speed/). docs/speed.md describes the recipes and how they are measured.
+The recipes train the same architecture, with random weights, on the same file with the same global batch: the complete
+runs of app.ddp_loop and app.trainer_run, and two flat scripts in app/bench/recipes/, the loop of most tutorials (rows
+padded to --max_length, random order, plain Adam, always fp32) and `Trainer` with its defaults. Training flags apply to
+the first two; --max_length, the batch and the precision also to the others.
+
+Each round trains with every recipe, in jobs of their own, and every second round in the opposite order. Starting,
+evaluating and the first steps do not count. Examples per second are real tokens per second, divided by the mean length
+of a review. MFU is 6 x parameters x real tokens / seconds / peak, without embeddings and padding (Chowdhery et al.
+2022, appendix B, without the attention term); the peak is that of matrix products in the same round. Run it on a
+machine that does nothing else. Writes speed.md and speed.json into `--output_dir` (default: a new one in runs/speed/).
 """
 
 from __future__ import annotations
@@ -84,8 +92,7 @@ def main() -> int:
         jobs = {recipe: partial(time_recipe, recipe, settings, run, options=options) for recipe in recipes}
         jobs["peak"] = partial(measure_peak, DTYPES[settings.precision], device, ranks=ranks, threads=threads)
         measured = alternate_jobs(jobs, options.rounds)
-        about = f"{options.rounds} rounds of {options.steps} steps. docs/speed.md describes the recipes."
-        page.section("speed", "Recipes", about)
+        page.section("speed", "Recipes", f"{options.rounds} rounds of {options.steps} steps.")
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(run / MODEL_FOLDER))
         show(page, measured, recipes, parameters=int(model.num_parameters(exclude_embeddings=True)))

@@ -31,7 +31,6 @@ from ..training.step import build_optimizer, build_scheduler
 from .core import Lab, alternate
 
 TOTAL_STEPS = 10**6  # the schedule of timed steps never ends
-COMPARED_CALLS = 2  # whose losses are kept: each variant is called as often, or more often
 STEP_SECONDS = 5  # for a variant of a training step, of which there are few, in multiples of --seconds_per_point
 
 MakeStrategy = Callable[[Settings, BatchPlan, World], Strategy]
@@ -123,9 +122,8 @@ def time_steps(
         A column for each variant: seconds per step in each round, and this rank's losses of the first micro-batches.
     """
     n = micro_batches or (8 if lab.settings.model == TINY_BERT else 2)
-    calls: dict[str, Callable[[], object]] = {}
+    calls: dict[str, Callable[[], list[torch.Tensor]]] = {}
     batches: dict[int, list[Any]] = {}  # by their number of rows
-    losses: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
     steps = pd.Series(0, list(variants))
     for name, (settings, make_strategy) in variants.items():
         bench = build_bench(settings, lab.data, lab.world, make_strategy=make_strategy)
@@ -133,14 +131,9 @@ def time_steps(
         steps[name] = max(1, n // plan.accumulation_steps)
         if plan.micro_size not in batches:
             batches[plan.micro_size] = list(islice(cycle(bench.loader), steps[name] * plan.micro_batches_per_step))
-        train = partial(bench.train_steps, batches[plan.micro_size], bench.optimization(TOTAL_STEPS), steps=steps[name])
-        calls[name] = partial(_train_and_keep_losses, train, losses[name])
+        optimization = bench.optimization(TOTAL_STEPS)
+        calls[name] = partial(bench.train_steps, batches[plan.micro_size], optimization, steps=steps[name])
+    losses = pd.DataFrame({name: pd.Series(torch.cat(train()).tolist()) for name, train in calls.items()})
     times = alternate(calls, STEP_SECONDS * lab.seconds, lab.world) / steps
     lab.page.numbers["seconds"] = times.to_dict("list")
-    return times, pd.DataFrame({name: pd.Series(torch.cat(kept).tolist()) for name, kept in losses.items()})
-
-
-def _train_and_keep_losses(train: Callable[[], list[torch.Tensor]], kept: list[torch.Tensor]) -> None:
-    losses = train()
-    if len(kept) < COMPARED_CALLS * len(losses):
-        kept += losses
+    return times, losses

@@ -209,7 +209,7 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
     """Select the attention implementation: the requested one, the config's own, or the fastest one to train with.
 
     On CPUs, PyTorch's fused attention computes attention with dropout step by step, in fp32, and its backward pass in
-    bf16 is slow. docs/speed.md has measurements.
+    bf16 is slow.
     """
     chosen = settings.attn_implementation or getattr(config, "_attn_implementation", None)
     if config.model_type == "modernbert" and settings.precision == "fp64":

@@ -78,10 +78,11 @@ def measure(settings: Settings, ranks: int) -> None:
     Raises:
         RunError: a benchmark failed, or measured something else than was predicted.
     """
+    rows = settings.csv if settings.dataset_name else str(settings.csv_path)  # those of the plan
     for name in ("bench.memory", "bench.traffic"):
         benchmark = f"{PACKAGE}.{name}"
         print(f"\n# Measured: {benchmark}\n", flush=True)
-        status = run_job(benchmark, replace(settings, output_dir=None), ranks)
+        status = run_job(benchmark, replace(settings, csv=rows, output_dir=None), ranks)
         if status != 0:
             raise RunError(f"{benchmark} failed with exit status {status}")
 

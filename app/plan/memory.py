@@ -52,8 +52,8 @@ def plan_memory(plan: Plan) -> list[RankMemory]:
 
     `ddp`: each rank holds everything. `zero1` (Rajbhandari et al. 2020, section 5.1): everything but the moments of the
     parameters that other ranks update; `ZeroRedundancyOptimizer` assigns complete parameters. `zero2` and `zero3`
-    (sections 5.2 and 5.3): a shard of everything; FSDP2 divides the rows of each parameter. AdamW's step counters, 4
-    bytes per parameter tensor, are left out.
+    (sections 5.2 and 5.3): a shard of everything; FSDP2 divides the rows of each parameter, and pads shards and their
+    gradients to the size of rank 0's. AdamW's step counters, 4 bytes per parameter tensor, are left out.
     """
     settings, topology, batches, ranks = plan.settings, plan.topology, plan.batches, plan.topology.ranks
     trainable = plan.trainable
@@ -87,11 +87,12 @@ def plan_memory(plan: Plan) -> list[RankMemory]:
     received = reduced_bytes(plan, block, element)
     exchange = gathered_bytes(plan, block) + block + received * (2 if received < block else 1)
     gathered, offload = gathered_bytes(plan, gathered), plan.cpu_offload
+    padded, padded_frozen = (sum(shard_bytes(p, 0, ranks) for p in group) for group in (trainable, frozen))
     memory = []
     for rank in range(ranks):
-        shard, frozen_shard = (sum(shard_bytes(p, rank, ranks) for p in group) for group in (trainable, frozen))
-        sums, own, moments = n_sums * reduced_bytes(plan, shard, element), shard + frozen_shard, N_MOMENTS * shard
-        memory.append(RankMemory(own, shard, moments, gathered, exchange, in_progress, sums, offload))
+        shard = sum(shard_bytes(p, rank, ranks) for p in trainable)
+        sums, held, moments = n_sums * reduced_bytes(plan, shard, element), padded + padded_frozen, N_MOMENTS * shard
+        memory.append(RankMemory(held, padded, moments, gathered, exchange, in_progress, sums, offload))
     return memory
 
 

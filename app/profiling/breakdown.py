@@ -1,7 +1,7 @@
 """Divide the time of profiled training steps among data wait, computation and communication.
 
 The input is what torch.profiler has recorded on one rank that trains on a CPU. Every moment of a step belongs to
-exactly one of the parts that docs/communication.md#where-the-time-of-a-step-goes---profile defines.
+exactly one of the parts that docs/train.md#where-the-time-of-a-step-goes defines.
 """
 
 from __future__ import annotations

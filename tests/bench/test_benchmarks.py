@@ -12,6 +12,7 @@ from app.bench import memory, planned, traffic
 from app.bench.models import SIZES, VOCABULARY_SIZE, with_model_folder
 from app.bench.planned import with_each_strategy
 from app.common.errors import RunError
+from app.common.paths import SAMPLE_CSV
 from app.plan.traffic import Collective
 from app.setting_groups import TINY_BERT
 from app.settings import STRATEGIES, Settings
@@ -25,7 +26,7 @@ def lab(make_lab, monkeypatch, world):
 
 
 def test_measured_memory_is_the_predicted_memory_under_each_strategy(lab, capsys):
-    memory.main(lab.settings)  # raises if it differs by more than 2%
+    memory.main(lab.settings)  # raises if it differs by more than 0.5%
     out = capsys.readouterr().out
     assert re.findall(r"^## (\w+)$", out, re.M) == list(STRATEGIES)
     rows = re.findall(r"^\| (.*?) +\| +([\d.]+) \| +([\d.]+) \| +0 \|$", out, re.M)
@@ -70,3 +71,13 @@ def test_the_name_of_a_size_is_an_untrained_bert_with_its_own_tokens(lab, world)
     config = build_model(named, data, world).model.config
     shape = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size
     assert shape == SIZES["4x312"]
+
+
+def test_the_rows_are_those_of_the_sample_unless_others_are_given(world, monkeypatch):
+    monkeypatch.setattr(planned, "join", lambda _: nullcontext(world))
+    monkeypatch.setattr(planned, "with_each_strategy", lambda _: [])
+    monkeypatch.setattr(planned, "build_data", lambda settings, _: read.append((settings.csv, settings.dataset_name)))
+    read = []
+    for given in ({}, {"csv": "mine.csv"}, {"dataset_name": "mine"}):
+        planned.compare_with_plan(Settings(**given), measure=None)
+    assert read == [(str(SAMPLE_CSV), None), ("mine.csv", None), (None, "mine")]

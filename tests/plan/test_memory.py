@@ -28,9 +28,10 @@ def memory_of(
 def test_the_state_of_a_small_model_is_as_counted_by_hand():
     # zero1: rank 0 updates 10 x 4; rank 1 updates 6 x 4, 2 x 4, the 4 and the 2.
     # With 4 ranks, rows are divided 3, 3, 3, 1 of 10; 2, 2, 2, 0 of 6; 1, 1, 0, 0 of 2; one each of 4; 1, 1, 0, 0 of 2.
+    # The moments have these sizes. Parameters and gradients are padded to rank 0's.
     shards = [12 + 8 + 4 + 1 + 1, 12 + 8 + 4 + 1 + 1, 12 + 8 + 0 + 1 + 0, 4 + 0 + 0 + 1 + 0]
     of_ranks = {"ddp": [16 * ELEMENTS] * 2, "zero1": [8 * ELEMENTS + 8 * 40, 8 * ELEMENTS + 8 * 38]}
-    of_ranks |= {strategy: [16 * shard for shard in shards] for strategy in SHARDED}
+    of_ranks |= {strategy: [8 * shards[0] + 8 * shard for shard in shards] for strategy in SHARDED}
     for strategy, sizes in of_ranks.items():
         assert [memory.state for memory in memory_of(MODEL, strategy, len(sizes))] == sizes
     assert [memory.state for memory in memory_of(Shapes([(4, 4)], torch.float64), "zero3")] == [4 * 8 * 8] * 2
