@@ -76,7 +76,7 @@ from .data.reviews import Indices, ReviewTable, clean, describe_dropped
 from .data.sources import Source, open_file
 from .data.tokenize import lengths_of, occurring_tokens, tokenize
 from .ddp_loop import evaluate
-from .distributed.collectives import broadcast_object, local_main_process_first, raise_on_all_ranks
+from .distributed.collectives import broadcast_object, local_main_process_first
 from .distributed.environment import rank_and_sizes
 from .distributed.process_group import join
 from .distributed.world import World
@@ -121,21 +121,22 @@ def predict(task: Task, world: World) -> None:
     quiet_libraries(world)
     settings = task.settings
     commit = broadcast_object(partial(resolve_commit, settings), world)
-    with local_main_process_first(world):  # it downloads the model, and reads the CSV into the cache
-        model, tokenizer = load_trained(settings, world.device, commit)
+    with local_main_process_first(world):  # it downloads the model, and reads and tokenizes the CSV into the cache
+        model, tokenizer, depends_on_padding = load_trained(settings, world.device, commit)
         names: Any = model.config.id2label or {}
         table, part, has_labels = read_rows(task, [str(names[class_id]) for class_id in sorted(names)])
-    # `evaluate` needs a class of every row. Its scores are not used.
-    with_classes = replace(table, labels=table.labels.clip(0))
-    cache_dir = Path(settings.cache_dir) if task.texts is None else None
-    with local_main_process_first(world):
+        # `evaluate` needs a class of every row. Its scores are not used.
+        with_classes = replace(table, labels=table.labels.clip(0))
         if "max_length" not in task.given:  # a model that is not in the folder of a run has its maximum length with it
             settings = replace(settings, max_length=min(settings.max_length, tokenizer.model_max_length))
         check_length(settings, model.config, tokenizer)
+        cache_dir = Path(settings.cache_dir) if task.texts is None else None
         rows = tokenize(with_classes, tokenizer, settings.max_length, cache_dir=cache_dir)
-    lengths = lengths_of(rows)
-    with raise_on_all_ranks(world):
         check_rows(settings.model, model.config, table, rows=rows, tokens=occurring_tokens(rows))
+    lengths = lengths_of(rows)
+    tokenizer.padding_side = broadcast_object(lambda: tokenizer.padding_side, world)
+    if depends_on_padding and world.is_main_process:
+        print(f"warning: {settings.model}: its logits depend on how far a batch is padded", file=sys.stderr)
     # The batches, and with them the logits, are those of a run's evaluation, at any number of ranks.
     eval_set = build_eval_set(
         "rows to predict",

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from helpers.architectures import write_model
 from helpers.jobs import write_reviews
 from helpers.run_folders import edit_json
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score
-from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from app import ddp_loop, trainer_run
 from app import predict as program
@@ -43,6 +45,10 @@ def trained(world, tmp_path_factory):
     AutoTokenizer.from_pretrained(folder / "run/model").save_pretrained(folder / "headless")
     shutil.copytree(folder / "run/model", folder / "regression")
     edit_json(folder / "regression/config.json", problem_type="regression")
+    shutil.copytree(folder / "run/model", folder / "renamed")
+    weights = load_file(folder / "renamed/model.safetensors")
+    weights |= {name.replace("classifier", "outputs"): weights.pop(name) for name in [*weights] if "classifier" in name}
+    save_file(weights, folder / "renamed/model.safetensors", metadata={"format": "pt"})
     (folder / "unfinished").mkdir()
     shutil.copy(folder / "run/settings.json", folder / "unfinished")
     return folder
@@ -71,7 +77,9 @@ def predict(world, monkeypatch, capsys):
         capsys.readouterr()
         task = program.define_task(own["run_or_model"], own["texts"], part=own["split"], output=own["output"])
         program.predict(task, world)
-        return capsys.readouterr().out
+        printed = capsys.readouterr()
+        call.warnings = printed.err
+        return printed.out
 
     return call
 
@@ -125,6 +133,14 @@ def test_predictions_of_texts_from_anywhere_are_those_of_a_plain_pipeline(run, p
     assert Path("new-predictions.csv").read_text() == printed
     assert "dropped 1 of" in shown
     assert "accuracy" not in shown
+
+
+def test_predictions_that_depend_on_padding_say_so(predict):
+    for name, expected in (("bert", ""), ("fnet", "warning: fnet: its logits depend on how far a batch is padded\n")):
+        path = write_model(Path(name), name)
+        AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
+        predict(name, "好", "--max_length=32")
+        assert "".join(line for line in predict.warnings.splitlines(True) if "Writing" not in line) == expected
 
 
 def test_rows_without_a_label_are_predicted_but_not_counted(run, predict):
@@ -217,7 +233,12 @@ def test_a_label_column_that_is_named_is_required(run, predict):
         (["run", "--split=test", "--csv=wrong.csv"], "its files have changed since the run split them"),
         (["run", "--split=test", "--csv=a.csv", "--dataset_name=b"], "--dataset_name and --csv exclude each other"),
         (["headless", "--split=test"], "is not the folder of a run"),
-        (["headless", "a"], "is not a trained classifier: it has no classifier.bias"),
+        (["headless", "a"], "is not a trained classifier: it has no classifier.bias; train it first"),
+        (
+            ["renamed", "a"],
+            "it has no classifier.bias, but outputs.bias and 1 more, of a class of models that transform",
+        ),
+        (["run/none", "a"], "--model run/none: no such folder"),
         (["run", "a", "--max_length=100000"], "accepts at most"),
         (["run", "\udcff"], "a text is not valid UTF-8"),
         (["run", "好", " "], "a text is empty"),

@@ -143,9 +143,9 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """
     if not model.supports_gradient_checkpointing:
         raise UserError(f"--activation_checkpointing: {type(model).__name__} does not support it: remove the flag")
-    # transformers 5.23 warns that it has renamed it.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "preserve_rng_state": True, "context_fn": contexts_of_checkpointing})
+    model.activation_checkpointing_enable(
+        {"use_reentrant": False, "preserve_rng_state": True, "context_fn": contexts_of_checkpointing}
+    )
 
 
 def contexts_of_checkpointing() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from transformers import AutoConfig, AutoModelForSequenceClassification
-from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, WEIGHTS_NAME, logging
 
 from ..common.errors import UserError, shorten
 from ..setting_groups import BUILT_IN, ModelSettings
@@ -61,6 +61,7 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
         if not Path(name, CONFIG_NAME).is_file():
             raise UserError(f"--model {name}: is not a model folder, because it has no {CONFIG_NAME}")
         return name
+    is_path = os.path.isdir(name.split("/")[0] or "/")
     download = partial(snapshot_download, name, revision=revision, allow_patterns=list(files))
     try:
         if commit is not None:
@@ -72,15 +73,17 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
     except RevisionNotFoundError:
         raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
     except (RepositoryNotFoundError, HFValidationError):
-        found = f"no such folder, and no such model on the Hub (if it is private, run `hf auth login`), nor {NAMES}"
-        raise UserError(f"--model {shorten(name, 200)}: {found}") from None
+        found = (
+            "" if is_path else f", and no such model on the Hub (if it is private, run `hf auth login`), nor {NAMES}"
+        )
+        raise UserError(f"--model {shorten(name, 200)}: no such folder{found}") from None
     except Exception as problem:  # errors of the HTTP library, which differ between versions of huggingface_hub
         try:
             return download(local_files_only=True)
         except LocalEntryNotFoundError:
             reason = getattr(problem, "strerror", None)  # such as a full disk
-            reason = reason or "no such folder; the Hub cannot be reached, and the model is not in the local cache"
-            raise UserError(f"--model {name}: {reason}") from None
+            found = "" if is_path else "; the Hub cannot be reached, and the model is not in the local cache"
+            raise UserError(f"--model {name}: {reason or f'no such folder{found}'}") from None
 
 
 def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs: Any) -> Any:
@@ -94,14 +97,24 @@ def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs
         model_folder(settings, commit, (*CONTENT, weights))
         if any(Path(folder).glob(weights)):
             break
+    kwargs |= {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
     try:
-        return auto_class.from_pretrained(
-            folder, trust_remote_code=settings.trust_remote_code, local_files_only=True, **kwargs
-        )
+        with without_warnings():  # the startup message says what is new, and a missing package is an error
+            return auto_class.from_pretrained(folder, **kwargs)
     except Exception as problem:
         # An unknown architecture, one without this head and each kind of damaged file raise other exceptions.
         what = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(auto_class.__name__, "model")
         raise model_error(settings, problem, f"its {what} cannot be loaded: {_reason(problem)}") from None
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def model_error(settings: ModelSettings, problem: Exception, reason: str) -> UserError:
@@ -113,6 +126,8 @@ def model_error(settings: ModelSettings, problem: Exception, reason: str) -> Use
 
 
 def _reason(problem: Exception) -> str:
+    if "trust_remote_code" in str(problem):
+        return "it is Python code in its repository: --trust_remote_code runs it, so read it first"
     if "tiktoken" in str(problem):  # which transformers tries last: hardly any classifier has its files
         return "it needs the package sentencepiece: pip install sentencepiece"
     if isinstance(problem, pickle.UnpicklingError | EOFError):  # their own messages advise to run the code in the file

@@ -1,19 +1,26 @@
-"""The content of a model: its weights, and what else it consists of, by which a resumed run detects a change."""
+"""The content of a model: the weights in its files, its classes, and what else a resumed run compares."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..common.errors import UserError, list_names
 
 # These keys of a config name a place, the version that has written it, and a class that is not used.
 WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
+# The weights of heads that only pretraining needs, and of poolers, which not all classifiers have.
+OF_PRETRAINING = re.compile(
+    r"^(cls|lm_\w+|(\w+_)?predictions|generator_\w+|vocab_\w+|sop_classifier|decoder\.bias|final_logits_bias)\b|pooler"
+)
 
 
 def describe_config(config: PretrainedConfig) -> dict[str, Any]:
@@ -42,3 +49,51 @@ def hash_code(model: str, trust_remote_code: bool) -> str | None:
 def hash_weights(model: torch.nn.Module) -> str:
     """Return the SHA-256 of model.safetensors, as `save_pretrained` would write it, without writing it."""
     return hashlib.sha256(safetensors.torch.save(model.state_dict(), {"format": "pt"})).hexdigest()
+
+
+def check_only_head_is_new(name: str, model: PreTrainedModel, found: Mapping[str, Any]) -> list[str]:
+    """Return the names of the head's weights that are new, because the files of a model have none that fit.
+
+    Args:
+        found: what `from_pretrained` returns with `output_loading_info`.
+
+    Raises:
+        UserError: A weight outside the head is new. It would be random.
+    """
+    problems = dict.fromkeys(found["missing_keys"], "are missing")
+    for weight, in_file, in_model in found["mismatched_keys"]:
+        problems[weight] = f"have the shape {[*in_file]} instead of {[*in_model]}"
+    weights = [weight for weight, _ in model.named_parameters()]
+    new = [weight for weight in weights if weight in problems]
+    for weight in new:
+        prefix, _, rest = weight.partition(".")
+        # A pooler is part of the head: models that were trained to predict masked tokens have none.
+        if (prefix == model.base_model_prefix and "pooler" not in weight) or new == weights:
+            others = [key for key in sorted(found["unexpected_keys"]) if key.endswith(rest)]
+            hint = f", but there is {others[0]}: rename the weights in the file" if others else ""
+            raise UserError(f"--model {name}: the weights {weight} {problems[weight]}{hint}")
+    return new
+
+
+def unused_weights(found: Mapping[str, Any]) -> str | None:
+    """Return the first weight in the files that the classifier lacks, and how many follow; None without one."""
+    names = [name for name in sorted(found["unexpected_keys"]) if not OF_PRETRAINING.search(name)]
+    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}" if names else None
+
+
+@torch.no_grad()
+def match_classes(model: PreTrainedModel, trained: Sequence[str], class_names: Sequence[str]) -> str | None:
+    """Permute the outputs of a trained head that has the classes of the data in another order, given by `trained`.
+
+    Returns:
+        The classes that the head was trained for, if they are others and have names; None otherwise.
+    """
+    before, now = ([name.casefold() for name in names] for names in (trained, class_names))
+    if before == now or trained == [f"LABEL_{index}" for index in range(len(trained))]:
+        return None
+    heads = [layer for layer in model.modules() if getattr(layer, "out_features", None) == len(now)]
+    if len({*before} & {*now}) < len(now) or len(heads) != 1:
+        return list_names(trained)
+    for parameter in heads[0].parameters():
+        parameter.copy_(parameter[[before.index(name) for name in now]])
+    return None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,22 +21,21 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_utils import align_special_tokens
-from transformers.utils import logging
 
-from ..common.errors import UserError, raised_by_model
+from ..common.errors import UserError
 from ..setting_groups import BUILT_IN, TINY, ModelSettings
 from ..settings import Settings
 from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_tokenizer
 from .dropout import override_dropout
-from .hub import WEIGHTS, fetch, first_line, model_error
-from .identity import describe_config
+from .hub import WEIGHTS, fetch, first_line, model_error, without_warnings
+from .identity import check_only_head_is_new, describe_config, match_classes, unused_weights
 from .inputs import match_inputs, match_padding
 from .precision import training_dtype
 
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
 OFFSET_POSITIONS = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "xmod", "data2vec-text"),
-    *("roberta-prelayernorm", "ibert", "esm"),
+    *("roberta-prelayernorm", "ibert", "esm", "lilt", "luke", "markuplm"),
 }
 CPU = torch.device("cpu")
 
@@ -62,14 +60,18 @@ def load_tokenizer(
     """
     if settings.model in BUILT_IN:
         return learn_tokenizer(train_texts, VOCABULARY_SIZES[settings.model], cache_dir)
-    with _without_warnings():  # a missing package is an error, which names it
-        tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
+    tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers does not report missing files
         raise UserError(f"--model {settings.model}: its tokenizer has no vocabulary: are its files missing?")
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token  # as is usual for models that generate text; the mask excludes it
     if tokenizer.pad_token_id is None:
         raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
+    if not isinstance(limit := tokenizer.model_max_length, int | float) or limit < 1:
+        raise UserError(f"--model {settings.model}: its tokenizer has model_max_length {limit!r}, which is no length")
+    if fetch(AutoConfig, settings, commit).is_encoder_decoder:
+        # Such a model classifies the end of a text, and needs exactly one: "</s>" in a review is plain text.
+        tokenizer.split_special_tokens = tokenizer.init_kwargs["split_special_tokens"] = True
     return tokenizer
 
 
@@ -86,6 +88,10 @@ def classifier_config(
         config = built_in_config(settings.model, len(tokenizer), tokenizer.pad_token_id)
     else:
         config = fetch(AutoConfig, settings, commit)
+    own, pad = config.pad_token_id, tokenizer.pad_token_id
+    if config.model_type in OFFSET_POSITIONS and own not in (None, pad) and is_pretrained(settings.model):
+        problem = f"its config counts positions from pad_token_id {own}, but its tokenizer pads with token {pad}"
+        raise UserError(f"--model {settings.model}: {problem}")
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
@@ -132,13 +138,13 @@ def load_classifier(
     set_seed(settings.seed)
     if is_pretrained(settings.model):
         origin = f"{settings.model} at {commit[:12]}" if commit else settings.model
-        with _without_warnings():  # a line of the startup message replaces the one about the new head
-            options = {"config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
-            # The config may name a shorter type, to which weights and buffers would be rounded.
-            options["dtype"] = training_dtype(settings.precision)
-            model, found = fetch(AutoModelForSequenceClassification, settings, commit, **options)
+        model, found = load_weights(settings, config, commit)
         new = check_only_head_is_new(settings.model, model, found)
+        trained: dict[int, str] = fetch(AutoConfig, settings, commit).id2label
+        others = None if new else match_classes(model, [trained[index] for index in sorted(trained)], class_names)
         origin += f"; new weights: {', '.join(new)}" if new else ""
+        origin += f"; its head was trained for the classes {others}" if others else ""
+        origin += f"; unused weights: {unused}" if (unused := unused_weights(found)) else ""
     else:
         learned = " and, without labels, from the training reviews" if settings.model == TINY else ""
         kind = "built in" if settings.model in BUILT_IN else "no weights"
@@ -154,37 +160,27 @@ def load_classifier(
     model.to(training_dtype(settings.precision))
     if not match_padding(tokenizer, model):
         origin += "; its logits depend on how far a batch is padded"
+    if tokenizer.pad_token == tokenizer.eos_token:
+        origin += f"; padded with its end-of-sequence token {tokenizer.eos_token}"
     return Classifier(model, origin, content)
 
 
-def check_only_head_is_new(name: str, model: PreTrainedModel, found: Mapping[str, Any]) -> list[str]:
-    """Return the names of the head's weights that are new, because the files of a model have none that fit.
-
-    Args:
-        found: what `from_pretrained` returns with `output_loading_info`.
-
-    Raises:
-        UserError: A weight outside the head is new. It would be random.
-    """
-    problems = dict.fromkeys(found["missing_keys"], "are missing")
-    for weight, in_file, in_model in found["mismatched_keys"]:
-        problems[weight] = f"have the shape {[*in_file]} instead of {[*in_model]}"
-    weights = [weight for weight, _ in model.named_parameters()]
-    new = [weight for weight in weights if weight in problems]
-    for weight in new:
-        prefix, _, rest = weight.partition(".")
-        # A pooler is part of the head: models that were trained to predict masked tokens have none.
-        if (prefix == model.base_model_prefix and "pooler" not in weight) or new == weights:
-            others = [key for key in sorted(found["unexpected_keys"]) if key.endswith(rest)]
-            hint = f", but there is {others[0]}: rename the weights in the file" if others else ""
-            raise UserError(f"--model {name}: the weights {weight} {problems[weight]}{hint}")
-    return new
+def load_weights(settings: Settings, config: PretrainedConfig, commit: str | None) -> Any:
+    """Return the classifier, and what `from_pretrained` reports about its weights, some of which may be new."""
+    options = {"config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    # The config may name a shorter type, to which weights and buffers would be rounded.
+    options["dtype"] = training_dtype(settings.precision)
+    return fetch(AutoModelForSequenceClassification, settings, commit, **options)
 
 
 def load_trained(
     settings: Settings, device: torch.device, commit: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a trained classifier and its tokenizer, to predict on a device with the classes in its `config.id2label`."""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, bool]:
+    """Load a trained classifier to predict on a device with the classes in its `config.id2label`.
+
+    Returns:
+        The classifier, its tokenizer, and whether its logits depend on how far a batch is padded.
+    """
     name = settings.model
     if name in BUILT_IN:
         raise UserError(f"`{name}` is untrained: name the folder of a run, a model folder, or a model on the Hub")
@@ -195,14 +191,14 @@ def load_trained(
     select_attention(config, settings, device)
     if config.pad_token_id is None:  # which a classifier that reads its last token looks for
         config.pad_token_id = tokenizer.pad_token_id
-    with _without_warnings():
-        options = {"config": config, "output_loading_info": True, "dtype": training_dtype(settings.precision)}
-        model, found = fetch(AutoModelForSequenceClassification, settings, commit, **options)
-    if missing := sorted(found["missing_keys"]):
-        raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}; train it first")
+    model, found = load_weights(settings, config, commit)
+    if missing := sorted({*found["missing_keys"], *(weight for weight, *_ in found["mismatched_keys"])}):
+        unused = unused_weights(found)
+        remedy = f", but {unused}, of a class of models that transformers lacks" if unused else "; train it first"
+        raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}{remedy}")
     match_inputs(tokenizer, model)
-    match_padding(tokenizer, model)
-    return model.to(device).eval(), tokenizer
+    depends_on_padding = not match_padding(tokenizer, model)
+    return model.to(device).eval(), tokenizer, depends_on_padding
 
 
 def select_attention(config: PretrainedConfig, settings: Settings, device: torch.device) -> None:
@@ -239,8 +235,6 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
     try:
         return AutoModelForSequenceClassification.from_config(config, **options)  # type: ignore[no-any-return]
     except Exception as problem:
-        if not (isinstance(problem, ValueError | AttributeError | TypeError | ImportError) or raised_by_model(problem)):
-            raise
         raise model_error(settings, problem, first_line(problem)) from None
 
 
@@ -261,18 +255,8 @@ def align_with_trainer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerB
     """
     config.use_cache = False  # training needs no key-value cache, and the model's choice of kernels may depend on it
     config.return_dict = True  # both training paths access outputs by name
-    with _without_warnings():  # the function asks for a model, but uses its configs only
+    with without_warnings():  # the function asks for a model, but uses its configs only
         align_special_tokens(SimpleNamespace(config=config, generation_config=None), tokenizer)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def check_length(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

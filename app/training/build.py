@@ -166,13 +166,13 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
             commit=data.commit,
             embeddings=data.embeddings,
         )
-        config = classifier.model.config
         tokens = occurring_tokens(data.rows)
-        check_rows(settings.model, config, data.table, rows=data.rows, tokens=tokens)
-        used = tokens_of_model(tokens, data.tokenizer, config)
+        check_rows(settings.model, classifier.model.config, data.table, rows=data.rows, tokens=tokens)
+        used = tokens_of_model(tokens, data.tokenizer, classifier.model.config)
         trim_vocabulary(classifier.model, used, keep_unused=world.is_main_process)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
+    data.tokenizer.padding_side = broadcast_object(lambda: data.tokenizer.padding_side, world)  # it depends on rounding
     return classifier
 
 

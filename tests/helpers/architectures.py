@@ -50,7 +50,7 @@ PAIR = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, 
 # Special tokens in a config differ from the tokenizer's ([PAD] 0, [CLS] 2, [SEP] 3), which take precedence.
 CONFIGS: dict[str, PreTrainedConfig] = {
     "bert": BertConfig(**SMALL),
-    "roberta": RobertaConfig(**SMALL, max_position_embeddings=66),
+    "roberta": RobertaConfig(**SMALL, max_position_embeddings=66, pad_token_id=0),
     "distilbert": DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=32),
     "electra": ElectraConfig(**SMALL, embedding_size=32),
     "modernbert": ModernBertConfig(**SMALL, pad_token_id=5, cls_token_id=2, sep_token_id=3),

@@ -53,6 +53,7 @@ OF_PREDICT = {
 }
 OTHERS = {
     "predict missing --csv=reviews.csv": "missing",
+    "predict without_tokenizer 好": "without_tokenizer: its tokenizer has no vocabulary",
     "compare run": "name two",
     "compare run missing": "missing",
     "compare run full": "full",
@@ -109,3 +110,10 @@ def test_a_mistake_is_one_line(folder, arguments, line):
     assert lines[0].startswith("error: ")
     assert line in lines[0]
     assert {*folder.rglob("*")} == before
+
+
+def test_tasks_of_srun_without_torchrun_get_a_hint(tmp_path):
+    slurm = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
+    with Job("predict", "tiny", "好", cwd=tmp_path, ranks=0, **slurm) as job:
+        printed = job.finish(120).err
+    assert printed.startswith("warning: srun has started 3 tasks, but without torchrun each trains for itself")

@@ -6,7 +6,7 @@ import inspect
 import json
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from helpers.architectures import CONFIGS, write_model
 from helpers.run_folders import edit_json
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from app.common.errors import UserError
 from app.model.dropout import override_dropout
@@ -41,9 +41,9 @@ def folder(tmp_path) -> Callable[..., Path]:
     return write
 
 
-def load(model: Path | str, classes: int = 2, **settings: Any) -> Classifier:
+def load(model: Path | str, classes: Sequence[str] = "ab", **settings: Any) -> Classifier:
     chosen = Settings(model=str(model), **{"max_length": 32} | settings)
-    return load_classifier(chosen, list("abcde")[:classes], load_tokenizer(chosen, TEXTS))
+    return load_classifier(chosen, list(classes), load_tokenizer(chosen, TEXTS))
 
 
 def error_message(model: Path | str, **settings: Any) -> str:
@@ -117,8 +117,8 @@ def test_weights_come_from_the_folder_or_are_initialized_from_the_seed(folder):
     stored = AutoModelForSequenceClassification.from_pretrained(path).state_dict()
     assert not differing(weights(path), stored)
     head = ["classifier.out_proj.weight", "classifier.out_proj.bias"]
-    assert differing(weights(path, classes=5), stored) == head, "a head for other classes"
-    assert not differing(weights(path, classes=5), weights(path, classes=5))
+    assert differing(weights(path, classes="abcde"), stored) == head, "a head for other classes"
+    assert not differing(weights(path, classes="abcde"), weights(path, classes="abcde"))
 
 
 @pytest.mark.parametrize("spread", [6e38, 1.0])
@@ -142,8 +142,7 @@ MISTAKES = [
     ("bert", LAYERDROP, {}, "add --ddp_find_unused_parameters"),
     ("bert", LAYERDROP, {"ddp_find_unused_parameters": True, "strategy": "zero2"}, "use --strategy ddp or zero1"),
     ("bert", LAYERDROP, {"ddp_find_unused_parameters": True, "strategy": "zero3"}, "use --strategy ddp or zero1"),
-    # RoBERTa's positions start after the padding id, which is the tokenizer's, 0, not the config's, 1.
-    ("roberta", {}, {"max_length": 66}, "accepts at most 65"),
+    ("roberta", {}, {"max_length": 66}, "accepts at most 65"),  # its positions start after the padding id, 0
     ("fnet", {}, {"attn_implementation": "sdpa"}, r"^--attn_implementation sdpa: FNet\w+ does not support .* yet$"),
     pytest.param(
         *("bert", {}, {"attn_implementation": "flash_attention_2"}, "^--attn_implementation flash_attention_2: Flash"),
@@ -172,6 +171,7 @@ def test_files_and_impossible_names_are_no_models(tmp_path):
 
 DEEP = "[" * 100_000
 EMPTY_INDEX = '{"metadata": {}, "weight_map": {}}'
+STRING = '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]", "model_max_length": "512"}'
 EVIL = '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}'
 ONE_SHARD = '{"metadata": {}, "weight_map": {"bert.pooler.dense.weight": "shard.bin"}}'
 
@@ -192,7 +192,8 @@ ONE_SHARD = '{"metadata": {}, "weight_map": {"bert.pooler.dense.weight": "shard.
         ("config.json", "3", "cannot be loaded"),
         ("config.json", DEEP, "cannot be loaded"),
         ("config.json", '{"model_type": "no-such-type"}', "no-such-type"),
-        ("config.json", EVIL, "its config cannot be loaded"),
+        ("tokenizer_config.json", STRING, "model_max_length '512', which is no length"),
+        ("config.json", EVIL, "its config cannot be loaded: .* --trust_remote_code runs it"),
         ("config.json", '{"model_type": "bert", "num_attention_heads": 0}', "by zero"),
         ("config.json", '{"model_type": "bert", "intermediate_size": -1}', "negative dimension"),
     ],
@@ -233,6 +234,48 @@ def test_only_the_head_of_a_model_may_be_new_and_is_named(folder):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_a_trained_head_with_the_classes_in_another_order_keeps_their_meaning(folder, name):
+    path = folder(name, weights=True, id2label={0: "mixed", 1: "Good", 2: "bad"})
+    classifier, plain = load(path, ["bad", "good", "mixed"]), AutoModelForSequenceClassification.from_pretrained(path)
+    ids, plain.config.eos_token_id = torch.tensor([[2, 5, 6, 7, 3]]), 3
+    with torch.no_grad():
+        assert torch.allclose(classifier.model.eval()(ids).logits, plain(ids).logits[:, [2, 1, 0]], atol=1e-6)
+    assert "trained for" not in classifier.origin
+    others = load(path, ["bad", "great", "mixed"])
+    assert "; its head was trained for the classes 'mixed', 'Good', 'bad'" in others.origin
+    assert others.model.state_dict()[[*plain.state_dict()][-1]].equal([*plain.state_dict().values()][-1])
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_weights_that_the_model_does_not_use_are_named(folder, layers):
+    path = folder("bert", weights=True)
+    edit_json(path / "config.json", num_hidden_layers=layers)
+    first = f"bert.encoder.layer.{layers}.attention.output.LayerNorm.bias"
+    assert load(path).origin == f"{path}; unused weights: {first} and {31 - 16 * layers} more"
+
+
+def test_positions_that_start_at_another_padding_token_are_a_mistake(folder):
+    path = folder("roberta", weights=True, pad_token_id=1)
+    assert error_message(path).endswith(
+        "its config counts positions from pad_token_id 1, but its tokenizer pads with token 0"
+    )
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_an_end_of_sequence_token_in_a_review_of_an_encoder_decoder_is_plain_text(folder, tmp_path, name):
+    settings = Settings(model=str(folder(name)), max_length=32)
+    tokenizer = load_tokenizer(settings, TEXTS)
+    texts = [TEXTS[0], f"{TEXTS[0]}[SEP]好", "[SEP]"]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    plain = AutoTokenizer.from_pretrained(settings.model)
+    assert tokenizer(TEXTS)["input_ids"] == plain(TEXTS)["input_ids"]
+    assert (batch["input_ids"] == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 1]
+    load_classifier(settings, ["bad", "good"], tokenizer).model(**tokenizer(texts, padding=True, return_tensors="pt"))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(texts)["input_ids"] == tokenizer(texts)["input_ids"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_row_has_the_same_logits_alone_and_beside_a_longer_row(folder, name, side):
     settings = Settings(model=str(folder(name)), max_length=32)
@@ -260,4 +303,6 @@ def test_a_tokenizer_that_needs_sentencepiece_says_so(folder):
 def test_a_tokenizer_without_a_padding_token_pads_with_its_end_of_sequence_token(folder):
     path = folder("gpt2")
     edit_json(path / "tokenizer_config.json", pad_token=None)
-    assert load(path).model.config.pad_token_id == load(path).model.config.eos_token_id
+    classifier = load(path)
+    assert classifier.model.config.pad_token_id == classifier.model.config.eos_token_id
+    assert classifier.origin.endswith("; padded with its end-of-sequence token [SEP]")

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from app.common.errors import AgreedError
 from app.data import reviews
 from app.settings import Settings
+from app.training import build
 from app.training.build import build_data, build_model
 from app.training.prepare import prepare
 
@@ -32,6 +33,22 @@ def test_the_model_is_loaded_into_main_memory_whatever_the_device(world, tmp_pat
     settings = write_rows(tmp_path)
     model = build_model(settings, build_data(settings, world), replace(world, device=torch.device("meta"))).model
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+
+
+def test_nodes_with_other_versions_of_a_library_are_a_mistake(world, tmp_path, monkeypatch):
+    other = {"torch": "2.0"}
+    monkeypatch.setattr(build, "all_gather_object", lambda mine, _: [mine, other if "torch" in mine else mine])
+    message = r"^rank 1 has torch 2\.0 \(rank 0: \S+\): install the same versions on every node$"
+    with pytest.raises(AgreedError, match=message):
+        build_data(write_rows(tmp_path), world)
+
+
+def test_all_ranks_pad_on_the_side_that_rank_0_has_found(world, tmp_path, monkeypatch):
+    settings = write_rows(tmp_path)
+    data = build_data(settings, world)
+    monkeypatch.setattr(build, "broadcast_object", lambda make, _: {"right": "left"}[make()])  # the answer of rank 0
+    build_model(settings, data, world)
+    assert data.collator.tokenizer.padding_side == "left"
 
 
 @pytest.mark.parametrize("mistake", ["a token of a review", "the padding token"])
