@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from datasets import ClassLabel, Json
+from datasets import ClassLabel
 from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
 from ..setting_types import split_label_names
-from .sources import Source, hash_json, one_line_errors
+from .sources import Source, hash_json, one_line_errors, to_text
 
 Indices = NDArray[np.int64]
 MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
@@ -56,7 +56,7 @@ class ReviewTable:
     texts: pd.Series
     labels: np.ndarray  # class ids, int64 (n,); -1 for a row without a label, which only a table to predict has
     parts: Mapping[str, Indices] = field(default_factory=dict)  # the positions of each published part, if there are any
-    encoding: str | None = None  # of the training rows, if they are in a CSV
+    notes: str = ""  # of the source of the training rows
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -155,7 +155,7 @@ def clean(
         texts=texts,
         labels=np.array(class_ids, dtype=np.int64)[codes],
         parts={part: np.flatnonzero(parts == part) for part in dict.fromkeys(parts)} if len(sources) > 1 else {},
-        encoding=sources["train"].encoding,
+        notes=sources["train"].notes,
     )
 
 
@@ -170,21 +170,16 @@ def _read_columns(source: Source, columns: tuple[str, str | None]) -> pd.DataFra
 
 
 def _texts(source: Source, name: str) -> pa.ChunkedArray:
-    column = source.table.data[name]
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        values, feature = source.table[name][:], source.table.features[name]
-        if isinstance(feature, Json):  # `datasets` has converted all values, and so changed texts such as "007"
-            raise UserError(f"{source.path}: column {name!r} has texts and other values: make all of them texts")
+    column, feature = source.table.data[name], source.table.features[name]
+    with one_line_errors(f"{source.path}: column {name!r}"):
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            column.validate(full=True)  # Arrow does not check the encoding of Parquet files when it reads them
+            return column.cast(pa.large_string())
+        values = source.table[name][:]
         if isinstance(feature, ClassLabel):  # -1 is no label
             values = [None if value in (None, -1) else feature.int2str(value) for value in values]
-        if odd := [row for row, value in enumerate(values) if not isinstance(value, str | int | float | None)]:
-            raise UserError(f"{source.path}: row {odd[0]}, column {name!r}: is neither a text nor a number")
-        # NaN is what writers other than pandas leave for a missing value.
-        texts = [None if value is None or value != value else str(value) for value in values]
-        return pa.chunked_array([texts], pa.large_string())
-    with one_line_errors(f"{source.path}: column {name!r}"):
-        column.validate(full=True)  # Arrow does not check the encoding of JSON and Parquet files when it reads them
-    return column.cast(pa.large_string())
+        texts = [to_text(value, f"row {row}") for row, value in enumerate(values)]
+    return pa.chunked_array([texts], pa.large_string())
 
 
 def _hash_rows(frame: pd.DataFrame) -> str:

@@ -75,6 +75,20 @@ def occurring_tokens(rows: Dataset) -> NDArray[np.int64]:
     return np.sort(pc.unique(pc.list_flatten(rows.data["input_ids"]))).astype(np.int64)
 
 
+def describe_unknown(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Describe in one line the reviews of which a model sees hardly anything; None if there are few unknown tokens."""
+    n_empty = n_known = n_unknown = 0
+    for chunk in rows.data["input_ids"].chunks:
+        tokens = chunk.flatten().to_numpy()
+        known = ~np.isin(tokens, tokenizer.all_special_ids)
+        n_empty += int((np.bincount(pc.list_parent_indices(chunk), known, minlength=len(chunk)) == 0).sum())
+        n_known += int(known.sum())
+        n_unknown += int((tokens == tokenizer.unk_token_id).sum())
+    share = n_unknown / max(1, n_known + n_unknown)
+    line = f"{n_empty:,} reviews have no known token, {share:.0%} of all tokens are unknown: does the model fit them?"
+    return line if n_empty or share > 0.1 else None
+
+
 def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the SHA-256 of the model's input: the tokens of all rows, and how the collator pads them.
 

@@ -22,6 +22,7 @@ from ..common.paths import PACKAGE, SAMPLE_CSV
 from ..common.terminal import hides_progress
 from ..data.reviews import describe_dropped, sample_rows
 from ..data.split import describe_duplicates
+from ..data.tokenize import describe_unknown
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
 from ..model.vocabulary import trimmed_vocabulary
@@ -76,7 +77,7 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     ]
     facts = {
         "path": prepared.path_name,
-        "reviews": f"{table.path}{sample}{f', {table.encoding}' if table.encoding else ''}",
+        "reviews": f"{table.path}{sample}{f', {table.notes}' if table.notes else ''}",
         "dropped": "; ".join(describe_dropped(table)),
         "rows": rows,
         "classes": ", ".join(f"{name} ({n:,})" for name, n in zip(table.class_names, counts, strict=True)),
@@ -86,6 +87,7 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "split": f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}",
         "model": f"{origin}; {n_parameters / 1e6:.1f} M parameters",
         "tokenizer": sampled if settings.model in BUILT_IN else None,
+        "unknown": describe_unknown(data.rows, data.tokenizer),
         "vocabulary": vocabulary,
         "batch": f"{plan}, {settings.train_sampling_strategy}",
         "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including "
@@ -105,5 +107,4 @@ def resume_facts(resume: Resume) -> dict[str, str | None]:
     if resume.checkpoint is None:
         return {}
     changes = f"{'; '.join(resume.changes)}: not bitwise identical to an uninterrupted run from this step on"
-    where = f"{resume.checkpoint} (step {resume.step})"
-    return {"resumed from": where, "changed": changes if resume.changes else None}
+    return {"resumed from": f"{resume.checkpoint} (step {resume.step})", "changed": changes if resume.changes else None}

@@ -15,6 +15,7 @@ from app.settings import Settings
 
 GOOD = "label,review\n1,很好\n0,很差\n"
 LINE = '{"review": "a", "label": 1}\n'
+PARQUET = pd.DataFrame({"label": [0, 1], "review": ["a", "b"]}).to_parquet()
 # Valid GB18030 as well, which would be other characters.
 OTHER = {
     "cp949": "label,review\n" + "1,방이 깨끗하고 직원이 친절했어요\n0,시끄러워서 잠을 못 잤습니다\n" * 9,
@@ -29,39 +30,35 @@ MISTAKES = [
     ("rows.csv", 'label,"a\nb"\n1,x\n', r"no column 'review'; the file has 'label', 'a\nb' "),
     ("rows.csv", "review,stars\na,1\nb,0\n", "no column 'label'; the file has 'review', 'stars' "),
     ("rows.csv", "label,review\n1,a\n1.0,b\n", "column 'label' has only one class, '1'"),
-    ("rows.csv", 'label,review\n1,a\n0,"b\n1,c\n', "row 2"),
-    ("rows.csv", "label,review\n1,a,b\n0,b,c\n", "Length of header"),
-    ("rows.csv", "label,review\n1,a,\n0,b,\n", "Length of header"),
-    ("rows.csv", 'label,review\n1,"a\nb"\n\n0,b,c\n', "line 4"),
+    ("rows.csv", 'label,review\n1,a\n0,"b\n1,c\n', "line 4, or a quote before it"),
+    ("rows.csv", "label,review\n1,a,b\n0,b,c\n", "rows.csv: line 2 has 3 fields, but the header has 2"),
+    ("rows.csv", "label,review\n1,a,\n0,b,\n", "line 2 has 3 fields"),
+    ("rows.csv", 'label,review\n1,"a\nb"\n\n0,b,c\n', "line 5 has 3 fields"),
     ("rows.csv", "label,review\n" + "1,a\n0,b\n" * 10_000 + "0,b,c\n", "line 20002"),
-    ("rows.csv", GOOD.encode("utf-16"), "is not UTF-8, nor Chinese in GB18030: save it as UTF-8, or name its encoding"),
+    ("rows.csv", GOOD.encode("utf-16"), "or name its encoding with --encoding, such as utf-16"),
+    ("rows.csv", "label,review\n1,a\n".encode("utf-16-le"), "or name its encoding with --encoding utf-16"),
     ("rows.csv", GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1], "is not UTF-8, nor Chinese"),
     *(("rows.csv", OTHER[name].encode(name), "is not UTF-8, nor Chinese") for name in OTHER),
     ("rows.csv", GOOD * 2 + "\ufeffLabel,review \n", "the header is repeated in rows 2, 5"),
     ("rows.csv", 'label,review\n1,"很好" a\n0,b\n', "line 2, or a quote before it"),
+    # Three rows that pandas would join.
+    ("rows.csv", 'label,review\n1,"a\n0,b\n1,"c\n', "line 4, or a quote before it"),
     (
-        "rows.csv",
-        'label,review\n1,"a\n0,b\n1,"c\n',
-        "line 4, or a quote before it",
-    ),  # three rows that pandas would join
-    ("rows.jsonl", LINE + '{"review": 1, "label": 0}\n', "column 'review' has texts and other values"),
-    ("rows.jsonl", LINE + '{"review": "b", "label": "x"}\n', "column 'label' has texts and other values"),
-    ("rows.json", "[" + LINE + ', {"review": "\\ud800", "label": 0}]', "surrogates not allowed"),
+        "rows.json",
+        "[" + LINE + ', {"review": "\\ud800", "label": 0}]',
+        "row 1, column 'review': has half of a surrogate",
+    ),
     ("rows.jsonl", LINE + '{"review": "b", label: 0}\n', "row 1"),
     ("rows.jsonl", LINE + "\n[1]\n", "row 1"),
-    ("rows.jsonl", LINE.encode() + b'{"review": "\xff", "label": 0}\n', "column 'review'"),
+    ("rows.jsonl", LINE.encode() + b'{"review": "\xff", "label": 0}\n', "is not UTF-8: save it as UTF-8, or name its"),
     ("rows.jsonl", LINE + '{"review": "\\ud800", "label": 0}\n', "surrogate pair"),
     ("rows.jsonl", "", "has no rows"),
     ("rows.jsonl", "{}\n{}\n", "has no rows"),
     ("rows.jsonl", '{"review": ["a"], "label": 1}\n', "row 0, column 'review'"),
-    ("rows.json", "[" + LINE, "array value"),
+    ("rows.json", "[" + LINE, "Expecting ',' delimiter"),
     ("rows.json", "[]\n", "has no rows"),
-    (
-        "rows.parquet",
-        pd.DataFrame({"label": [0, 1], "review": ["a", "b"]}).to_parquet()[:-20],
-        "parquet file",
-    ),  # cut off
-    ("rows.parquet", pd.DataFrame({"label": [], "review": []}).to_parquet(), "BatchSize"),
+    ("rows.parquet", PARQUET[:-20], "parquet file"),  # cut off
+    ("rows.parquet", pd.DataFrame({"label": [], "review": []}).to_parquet(), "has no rows"),
     # The test rows of good training rows.
     ("test.csv", "label,review\n0,a\n7,b\n", "row 1: label '7' is not a class of"),
     ("test.csv", "stars,review\n0,a\n", "no column 'label'; the file has 'stars', 'review'"),

@@ -88,6 +88,42 @@ def test_a_test_split_whose_labels_are_secret_is_left_out_and_class_labels_have_
     assert table.labels.tolist() == [int(label) for part in table.parts for label in FRAMES[part]["label"]]
 
 
+def test_class_labels_are_numbered_by_each_split_of_its_own_but_not_by_each_file(tmp_path):
+    def write_labels(name: str, *names: str) -> None:
+        features = datasets.Features({"label": datasets.ClassLabel(names=names), "review": datasets.Value("string")})
+        rows = datasets.Dataset.from_dict({"label": [0, 1] * 9, "review": [*names] * 9}, features)
+        rows.to_parquet(tmp_path / name)
+
+    write_labels("train.parquet", "good", "bad")
+    write_labels("test.parquet", "bad", "good")
+    table = read(dataset_name=str(tmp_path))
+    assert [table.class_names[i] for i in table.labels] == table.texts.tolist()
+    write_labels("train-2.parquet", "bad", "good")
+    with pytest.raises(UserError, match=r"its ClassLabel has other names, or another order, than the first file's"):
+        read(dataset_name=str(tmp_path))
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
+    write(tmp_path, "train", "test")
+    for name in ("more.jsonl", "old/more.csv.gz", ".hidden/more.csv", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"review": "a", "label": 1}\n')
+    assert read(dataset_name=str(tmp_path)).notes == "utf-8-sig, without 'more.jsonl', 'old/more.csv.gz'"
+
+
+def test_the_start_names_similar_classes_and_reviews_without_known_tokens(world, tmp_path, capsys):
+    similar = pd.DataFrame({"label": ["Good", "ｇｏｏｄ"] * 9 + ["bad"] * 9, "review": ["abc"] * 27})
+    unknown = pd.DataFrame({"label": ["bad"] * 9, "review": ["😀"] * 8 + ["abc"]})
+    write(tmp_path, "train", "test", train=similar, test=unknown)
+    files = {"csv": str(tmp_path / "train.csv"), "test_file": str(tmp_path / "test.csv")}
+    folders = {"cache_dir": str(tmp_path), "output_dir": str(tmp_path / "run")}
+    settings = Settings(model="tiny-bert", max_length=16, train_batch_size=4, **files, **folders)
+    prepare("ddp_loop", settings, world)
+    lines = capsys.readouterr().out
+    assert "the classes 'Good', 'ｇｏｏｄ' differ only in case or width" in lines
+    assert "8 reviews have no known token, 22% of all tokens are unknown" in lines
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 

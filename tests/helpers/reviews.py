@@ -6,6 +6,7 @@ from pathlib import Path
 
 from app.data.reviews import ReviewTable, clean
 from app.data.sources import open_file
+from app.settings import Settings
 
 
 def read_reviews(
@@ -16,4 +17,5 @@ def read_reviews(
     label_names: str | None = None,
     cache_dir: Path | None = None,
 ) -> ReviewTable:
-    return clean({"train": open_file(path, cache_dir)}, (text_column, label_column), label_names=label_names)
+    settings = Settings(text_column=text_column, label_column=label_column)
+    return clean({"train": open_file(path, settings, cache_dir)}, (text_column, label_column), label_names=label_names)
