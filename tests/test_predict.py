@@ -45,6 +45,8 @@ def trained(world, tmp_path_factory):
     AutoTokenizer.from_pretrained(folder / "run/model").save_pretrained(folder / "headless")
     shutil.copytree(folder / "run/model", folder / "regression")
     edit_json(folder / "regression/config.json", problem_type="regression")
+    shutil.copytree(folder / "run/model", folder / "reshaped")
+    edit_json(folder / "reshaped/config.json", id2label={"0": "gut", "1": "mittel", "2": "schlecht"})
     shutil.copytree(folder / "run/model", folder / "renamed")
     weights = load_file(folder / "renamed/model.safetensors")
     weights |= {name.replace("classifier", "outputs"): weights.pop(name) for name in [*weights] if "classifier" in name}
@@ -238,6 +240,7 @@ def test_a_label_column_that_is_named_is_required(run, predict):
             ["renamed", "a"],
             "it has no classifier.bias, but outputs.bias and 1 more, of a class of models that transform",
         ),
+        (["reshaped", "a"], "it has no classifier.bias of the shape in its config; train it first"),
         (["run/none", "a"], "--model run/none: no such folder"),
         (["run", "a", "--max_length=100000"], "accepts at most"),
         (["run", "\udcff"], "a text is not valid UTF-8"),

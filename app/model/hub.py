@@ -73,10 +73,8 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
     except RevisionNotFoundError:
         raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
     except (RepositoryNotFoundError, HFValidationError):
-        found = (
-            "" if is_path else f", and no such model on the Hub (if it is private, run `hf auth login`), nor {NAMES}"
-        )
-        raise UserError(f"--model {shorten(name, 200)}: no such folder{found}") from None
+        found = f", and no such model on the Hub (if it is private, run `hf auth login`), nor {NAMES}"
+        raise UserError(f"--model {shorten(name, 200)}: no such folder{'' if is_path else found}") from None
     except Exception as problem:  # errors of the HTTP library, which differ between versions of huggingface_hub
         try:
             return download(local_files_only=True)

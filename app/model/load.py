@@ -195,7 +195,8 @@ def load_trained(
     if missing := sorted({*found["missing_keys"], *(weight for weight, *_ in found["mismatched_keys"])}):
         unused = unused_weights(found)
         remedy = f", but {unused}, of a class of models that transformers lacks" if unused else "; train it first"
-        raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}{remedy}")
+        fitting = " of the shape in its config" if found["mismatched_keys"] else ""
+        raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}{fitting}{remedy}")
     match_inputs(tokenizer, model)
     depends_on_padding = not match_padding(tokenizer, model)
     return model.to(device).eval(), tokenizer, depends_on_padding
