@@ -51,7 +51,7 @@ def test_speedups_of_known_times(numbers, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("gbit", "efficiency"), [(100, 0.9514), (25, 0.8181), (10, 0.4681)])
 def test_60_million_parameters_scale_to_256_gpus_over_100_gbit_but_not_over_10(numbers, capsys, gbit, efficiency):
-    """The claim of Li et al. 2020: near-linear with 256 GPUs. docs/scaling.md has these figures."""
+    """The claim of Li et al. 2020: near-linear with 256 GPUs. These are the figures of its formulas."""
     steps = numbers("cluster", f"--step_ms 250 --parameters 60e6 --link_gbit {gbit}")["step"]
     assert list(map(int, steps)) == [2**n for n in range(11)]
     assert steps["1"] == pytest.approx(0.25), "one rank exchanges nothing"
