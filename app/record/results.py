@@ -112,8 +112,8 @@ def metrics_content(folder: Path, scores: Scores, peak_memory: Sequence[int]) ->
 def describe_result(run: Preparation, scores: Scores, metrics: Mapping[str, Any]) -> str:
     """Return the block that a run prints at its end: its results, its files, and the next steps."""
     model, seconds = str(run.folder / MODEL_FOLDER), metrics["train_seconds"]
-    other_path = RUNS / ("trainer_run" if run.path_name == "ddp_loop" else "ddp_loop") / LATEST
-    other_run = shlex.quote(str(other_path)) if other_path.exists() else "OTHER_RUN"
+    other = RUNS / ("trainer_run" if run.path_name == "ddp_loop" else "ddp_loop") / LATEST
+    compare = f"python -m {PACKAGE}.compare {shlex.quote(str(run.folder))} {other}"
     facts = {
         "test accuracy": scores.describe(run.data.table.class_names),
         "training took": f"{seconds:.1f} s, {metrics['train_examples_per_second']:.0f} reviews per second",
@@ -121,7 +121,7 @@ def describe_result(run: Preparation, scores: Scores, metrics: Mapping[str, Any]
         "model": f"{model}/",
         "predictions": run.folder / PREDICTIONS,
         "use": f'transformers.pipeline("text-classification", model={model!r}, truncation=True)',
-        "compare": f"python -m {PACKAGE}.compare {shlex.quote(str(run.folder))} {other_run}",
+        "compare": compare if other.exists() else None,
     }
     return block(facts)
 
@@ -161,15 +161,5 @@ def model_card(run: Preparation, metrics: Mapping[str, Any]) -> str:
         model_name=f"{base or 'Text classifier'} trained on {dataset}",
         eval_results=results,
     )
-    body = render_template(
-        "model_card.md.j2",
-        base=base,
-        path_name=run.path_name,
-        settings=run.settings,
-        model_commit=run.identity["model_commit"],
-        split=split_content(run),
-        class_names=run.data.table.class_names,
-        metrics=metrics,
-        f1=f1,
-    )
+    body = render_template("model_card.md.j2", run=run, base=base, split=split_content(run), metrics=metrics, f1=f1)
     return f"---\n{metadata.to_yaml()}\n---\n\n{body}\n"

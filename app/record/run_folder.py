@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from ..cli import command_line
 from ..common.files import write_json, write_text
 from ..common.machine import git_commit, kernels
 from ..runs.folder import point_latest
@@ -29,7 +31,8 @@ def write_description(run: Preparation, wrapper: str) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    write_json(run.folder / SETTINGS.name, settings_content(run) | {"wrapper": wrapper})
+    start = {"command": command_line(), "date": datetime.now(UTC).isoformat(" ", "seconds")}
+    write_json(run.folder / SETTINGS.name, settings_content(run) | start | {"wrapper": wrapper})
     write_json(run.folder / SPLIT.name, split_content(run))
     for log in (run.folder / STEPS, run.folder / EVALUATIONS):
         if (lines := run.resume.lines_of(log.name)) and not log.exists():

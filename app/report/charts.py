@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike
 
 from ..common.charts import INK, RUN_COLORS, render_svg
@@ -22,7 +22,7 @@ def loss_curves(losses: Sequence[Sequence[float]], names: Sequence[str]) -> Mark
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="optimizer step", ylabel="training loss (nats)")
-        for values, color, dashes, width in zip(losses, RUN_COLORS, DASHES, (3.2, 1.9), strict=True):
+        for values, color, dashes, width in zip(losses, RUN_COLORS, DASHES, (3.2, 1.9), strict=False):
             axes.plot(*_thin_out(values, "mean"), color=color, alpha=0.22, linewidth=0.8)
             # The exponential moving average over about the last 3 % of all steps.
             smooth = pd.Series(values).ewm(alpha=1 / max(1.0, 0.03 * len(values))).mean()
@@ -43,13 +43,11 @@ def loss_difference(losses: Sequence[Sequence[float]]) -> Markup:
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="optimizer step", ylabel="|difference in loss|", yscale="log")
         points = _thin_out(np.where(~identical & (difference > 0), difference, np.nan), "max")
-        axes.plot(*points, color=INK, linewidth=1.1, marker="o" if len(a) < 60 else "", markersize=3.5)
+        axes.plot(*points, color=INK, linewidth=1.1, marker="o", markersize=2)
         axes.set_title(f"bitwise identical: {identical.sum()} of {len(a)} steps", loc="left", fontsize=12.5)
-        axes.set_xlim(0.5, len(a) + 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_locator(LogLocator(numticks=6))
         # matplotlib would write powers of ten as mathtext.
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("-", "−"))
         axes.yaxis.set_minor_formatter(NullFormatter())
 
     return render_svg(330, "Absolute difference in loss at each step", draw)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
-from sklearn import metrics
+from sklearn.metrics import confusion_matrix
 
 from ..common.errors import UserError
 from ..runs.reader import Run
@@ -66,7 +69,11 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         "same_predictions": not disagreements,
         "same_probabilities": a.probabilities.equals(b.probabilities),
         **_baselines(a, baselines),
-        "confusion_matrices": [confusion_matrix(run) for run in (a, b)],
+        "confusion_matrices": [
+            confusion_matrix(run.predictions["label"], run.predictions["predicted"], labels=a.split["classes"]).tolist()
+            for run in (a, b)
+        ],
+        "calibration": [calibration(run) for run in (a, b)],
         "disagreements": disagreements,
         "misclassified_by_both": _describe_rows(a, b, misclassified[:LISTED_ROWS]),
         "n_misclassified_by_both": len(misclassified),
@@ -111,16 +118,21 @@ def compare_seeds(pairs: Sequence[Sequence[Run]], baselines: bool = True) -> dic
 
 
 def run_names(a: Run, b: Run) -> list[str]:
-    """Return the names of two runs: their training paths, marked A and B if both used the same one."""
-    x, y = a.settings["path"], b.settings["path"]
-    return [x, y] if x != y else [f"A ({x})", f"B ({y})"]
+    """Return the names of two runs: their training paths or, of the same one, the end of their folders that differs."""
+    names = [str(run.settings["path"]) for run in (a, b)]
+    if names[0] != names[1]:
+        return names
+    parts = [run.folder.resolve().parts[::-1] for run in (a, b)]
+    n_equal = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*parts, strict=False))])
+    return [str(Path(*of_run[n_equal::-1])) for of_run in parts]
 
 
-def confusion_matrix(run: Run) -> list[list[int]]:
-    """Return a matrix whose element [i][j] counts the test rows of class i that were predicted as class j."""
-    labels, classes = run.predictions["label"], run.split["classes"]
-    matrix: list[list[int]] = metrics.confusion_matrix(labels, run.predictions["predicted"], labels=classes).tolist()
-    return matrix
+def calibration(run: Run) -> list[Any]:
+    """Return the number of test rows whose confidence is in each tenth from 0 to 1, and their mean accuracy."""
+    confidence = run.probabilities.max(axis=1)
+    tenths = (10 * confidence).astype(int).clip(upper=9).rename("tenth")
+    table = pd.DataFrame({"confidence": confidence, "accuracy": _correct(run)}).groupby(tenths).mean().round(6)
+    return table.assign(rows=tenths.value_counts()).reset_index().to_dict("records")
 
 
 def _compare(a: Run, b: Run) -> dict[str, Any]:

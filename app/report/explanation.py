@@ -14,7 +14,7 @@ from ..runs.reader import Run
 
 # The keys of settings.json that do not describe the training, and a setting of earlier versions: `bf16` is true if
 # `precision`, beside it, is "bf16".
-NO_SETTINGS = {"path", "launchers", "bf16", *OUTPUT}
+NO_SETTINGS = {"path", "launchers", "command", "date", "bf16", *OUTPUT}
 NEVER_A_CAUSE = {"wrapper", *WITHOUT_EFFECT}
 NEVER_A_CAUSE |= {f"model_config.{name}" for name in identity.WITHOUT_EFFECT}
 NAMES = {"world_size": "ranks", "logical_ranks": "logical ranks", "git_commit": "commit of this program"}

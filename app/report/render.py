@@ -53,31 +53,37 @@ def as_markdown(comparison: dict[str, Any]) -> str:
 def as_html(comparison: dict[str, Any]) -> str:
     """Render a comparison as a self-contained page, without scripts and without requests."""
     names, losses = comparison["names"], comparison["losses"]
-    svg = {"losses": charts.loss_curves(losses, names)}
+    svg = {"losses": charts.loss_curves(losses[:1] if losses[0] == losses[1] else losses, names)}
     if comparison["first_differing_step"] is not None:
         svg["difference"] = charts.loss_difference(losses)
     return render_template("page.html.j2", plots=svg, **_context(comparison))
 
 
 def _context(comparison: dict[str, Any]) -> dict[str, Any]:
-    explanation = comparison["explanation"] or ""
     return {
         "comparison": comparison,
         "names": comparison["names"],
         "seeds": comparison.get("seeds"),
+        "sides": (0,) if comparison["same_predictions"] else (0, 1),  # what is equal is shown once
+        "headline": headline(comparison),
         "identity": identity(comparison),
-        "hashes": hashes(comparison),
-        "explanation": explanation[:1].upper() + explanation[1:],
         "scores": metric_rows(comparison, SCORES),
         "costs": metric_rows(comparison, COSTS),
         "settings": differing_settings(*comparison["settings"]),
-        "accuracies": accuracy_rows(comparison),
         "misclassified": comparison["misclassified_by_both"],
         "disagreements": sorted(comparison["disagreements"], key=_difference_in_probability, reverse=True),
     }
 
 
 # ---- template variables ----------------------------------------------------------------------------------------------
+
+
+def headline(comparison: dict[str, Any]) -> str:
+    """Return that the runs are identical, or from which step on they differ, and why."""
+    if comparison["first_difference"] is None:
+        return str(comparison["verdict"])
+    step, cause = comparison["first_differing_step"], comparison["explanation"].removeprefix("trained differently: ")
+    return f"Different {'after identical steps' if step is None else f'from step {step} on'}: {cause}"
 
 
 def identity(comparison: dict[str, Any]) -> str:
@@ -89,21 +95,14 @@ def identity(comparison: dict[str, Any]) -> str:
     )
     if comparison["first_difference"] is not None:
         sentence = f"First difference: {comparison['first_difference']}."
+    elif not comparison["same_evaluations"]:
+        sentence += " Only the evaluations during training differ, which are part of the hash."
     if "seeds" not in comparison:
         return sentence
     pairs = comparison["seeds"]["pairs"]
     identical = sum(pair["first_difference"] is None for pair in pairs)
     seed = comparison["settings"][0]["seed"]
     return f"Bitwise identical for {identical} of {len(pairs)} seeds. Seed {seed}: {sentence}"
-
-
-def hashes(comparison: dict[str, Any]) -> str:
-    """Return the hashes of both runs, and why identical training may have different hashes, in a line."""
-    a, b = (run["hash"] or "not recorded (an earlier version wrote the run)" for run in comparison["runs"])
-    if a == b:
-        return f"{a} (both)"
-    is_training_identical = comparison["first_difference"] is None and not comparison["same_evaluations"]
-    return f"{a} and {b}" + ": only the evaluations during training differ" * is_training_identical
 
 
 def metric_rows(comparison: dict[str, Any], metrics: Sequence[tuple[str, str, str, float]]) -> list[dict[str, Any]]:
@@ -118,7 +117,7 @@ def metric_rows(comparison: dict[str, Any], metrics: Sequence[tuple[str, str, st
             {
                 "name": f1 if key == "f1" else name,
                 "cells": [_format(value, form) for value in values],
-                "difference": "=" if difference == 0 else _format(difference, "+" + form).replace("-", "−"),
+                "difference": "=" if difference == 0 else _format(difference, "+z" + form).replace("-", "−"),
             }
         )
     return rows
@@ -126,18 +125,6 @@ def metric_rows(comparison: dict[str, Any], metrics: Sequence[tuple[str, str, st
 
 def _format(value: float, form: str) -> str:
     return "–" if np.isnan(value) else format(value, form)
-
-
-def accuracy_rows(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return name and accuracy of both runs, then of the baselines, the best one first.
-
-    Each has an interval, except for runs that are identical.
-    """
-    statistics, runs = comparison["statistics"], []
-    for name, run, side in zip(comparison["names"], comparison["runs"], "ab", strict=True):
-        runs.append({"name": name} | (statistics[f"accuracy_{side}"] if statistics else {"estimate": run["accuracy"]}))
-    baselines = [{"name": baseline["name"]} | baseline["interval"] for baseline in comparison["floors"] or []]
-    return runs + sorted(baselines, key=lambda baseline: -baseline["estimate"])
 
 
 def _difference_in_probability(row: dict[str, Any]) -> float:

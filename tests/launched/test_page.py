@@ -35,10 +35,20 @@ onload = () => {{
   const boxed = element => element.closest(".scroll") && !element.matches(".scroll");
   const beyond = [...inside.querySelectorAll("body *")].filter(element => !boxed(element)
     && element.getBoundingClientRect().right > root.clientWidth + 0.5);
+  const lines = word => {{
+    const range = inside.createRange();
+    range.setStart(word.node, word.index);
+    range.setEnd(word.node, word.index + word[0].length);
+    return range.getClientRects().length;
+  }};
+  const nodes = [...inside.querySelectorAll("th")].flatMap(head => [...head.childNodes].filter(node => node.data));
+  const words = nodes.flatMap(node => [...node.data.matchAll(/[^\\s/-]+/g)].map(word => Object.assign(word, {{node}})));
   document.title = JSON.stringify({{
     title: inside.title,
     width: root.scrollWidth,
     figures: inside.querySelectorAll("svg").length,
+    heads: words.length,
+    broken: words.filter(word => lines(word) > 1).map(word => word[0]),
     beyond: beyond.map(element => element.outerHTML.slice(0, 90)),
   }});
 }};
@@ -116,14 +126,22 @@ def test_no_script_runs(page, measure):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [320, 1400])
-def test_nothing_overflows(page, measure, width):
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_overflows_and_no_head_of_a_table_is_broken_inside_a_word(page, measure, width):
     seen = measure(page, width)
     assert seen["figures"] == 2
+    assert seen["heads"] > 50
+    assert seen["broken"] == []
     assert seen["beyond"] == []
     assert seen["width"] == width
     wide = edited(page, "wide.html", lambda text: text.replace("<main>", '<main><div style="width: 2000px">wide</div>'))
     assert measure(wide, width)["beyond"], "otherwise this test cannot fail"
+    narrow = edited(
+        page,
+        "narrow.html",
+        lambda text: text.replace("</style>", "th { max-width: 9px; word-break: break-all }</style>"),
+    )
+    assert measure(narrow, width)["broken"], "otherwise this test cannot fail"
 
 
 @pytest.mark.slow

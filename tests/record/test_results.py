@@ -23,9 +23,9 @@ from app.runs.reader import read_run
 
 # Old runs must remain readable, and other programs read these files: no file and no key may change its name.
 KEYS = {
-    "settings.json": "path world_size csv seed git_commit devices launchers versions kernels model_commit model_config "
-    "model_code_sha256 tokens_sha256 logical_ranks strategy wrapper deepspeed_config threads cache_dir text_column "
-    "label_column test_size validation_size",
+    "settings.json": "path command date world_size csv seed git_commit devices launchers versions kernels model_commit "
+    "model_config model_code_sha256 tokens_sha256 logical_ranks strategy wrapper deepspeed_config threads cache_dir "
+    "text_column label_column test_size validation_size",
     "split.json": "fingerprint n_test classes csv csv_sha256 rows_read rows_dropped seed test_size validation_size "
     "n_train n_validation duplicates csv_escape",
     "steps.jsonl": "step epoch loss learning_rate examples tokens padded_tokens seconds grad_norm",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from helpers.run_folders import edit_json, write_run
+from sklearn.calibration import calibration_curve
 from sklearn.metrics import confusion_matrix
 
 from app import compare
@@ -17,7 +19,7 @@ from app.common.errors import UserError
 from app.data import reviews
 from app.program import run_program
 from app.report.baselines import measure_baselines, reread_rows
-from app.report.comparison import compare_runs, compare_seeds
+from app.report.comparison import compare_runs, compare_seeds, run_names
 from app.report.explanation import conclude
 from app.report.statistics import paired, verdict, wilson_interval
 from app.runs.reader import read_run
@@ -68,9 +70,20 @@ def test_every_value_of_different_runs_agrees_with_its_definition(make_pair):
     assert statistics["b_only"] == (correct[1] & ~correct[0]).sum()
     expected = [confusion_matrix(table["label"], table["predicted"], labels=["0", "1"]).tolist() for table in tables]
     assert comparison["confusion_matrices"] == expected
+    for run, right, tenths in zip(runs, correct, map(pd.DataFrame, comparison["calibration"]), strict=True):
+        expected = np.transpose(calibration_curve(right, run.probabilities.max(axis=1), n_bins=10))
+        assert tenths[["accuracy", "confidence"]].to_numpy() == pytest.approx(expected, abs=1e-6)
+        assert tenths["rows"].sum() == len(right)
     assert comparison["floors"] == measure_baselines(runs[0])
     assert conclusion_of(comparison).startswith("not equal: step 1: the loss is ")
     assert conclusion_of(comparison).endswith("threads 1 and 2; start both with --threads 1")
+
+
+def test_runs_of_the_same_path_are_named_by_what_differs_in_their_folders(make_pair):
+    a, b = make_pair(b={"path": "ddp_loop"})
+    assert run_names(a, b) == ["a", "b"]
+    moved = [replace(run, folder=run.folder / f"{name}/ddp_loop") for run, name in ((a, "old"), (a, "new"))]
+    assert run_names(*moved) == ["old/ddp_loop", "new/ddp_loop"]
 
 
 def test_the_20_most_confident_mistakes_of_both_runs_are_listed(make_pair, review_csv):

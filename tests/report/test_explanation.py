@@ -66,9 +66,11 @@ def test_a_recorded_difference_is_named_with_its_remedy(named, difference, a, b)
 
 def test_differences_without_effect_or_with_unknown_values_are_not_named():
     a = {"world_size": 1, "devices": ["cpu"], "logical_ranks": 2, "strategy": "zero3", "launchers": ["host:1"]}
+    a |= {"command": "python -m app.ddp_loop", "date": "2026-11-26"}
     b = {"world_size": 2, "logical_ranks": 2, "path": "trainer_run", "launchers": ["host:2"], "bf16": True}
     a |= {"save_steps": 5, "output_dir": "x", "logging_steps": 3, "bf16": False, "eval_steps": 5, "eval_batch_size": 8}
     b |= {"save_steps": 6, "output_dir": "y", "logging_steps": 4, "eval_steps": 6, "eval_batch_size": 9}
+    b |= {"command": "python -m app.trainer_run", "date": "2026-11-27"}
     # Unknown in one of the runs, which an earlier version wrote, or which were started elsewhere.
     a |= {"threads": None, "git_commit": None, "model_commit": "a", "model_config": {"_name_or_path": "x"}}
     b |= {"threads": 2, "git_commit": "b", "model_commit": None, "model_config": {"_name_or_path": "y", "act": "relu"}}

@@ -117,7 +117,10 @@ def test_the_reports_show_the_values(comparison):
     assert "learning_rate" in text.partition("Settings that differ")[2]
     for page in (markdown, text):
         assert "F1 (class <script>document" in page.replace("&lt;", "<").replace("&gt;", ">")
-        assert "Trained differently: threads 1 and 2, learning_rate 0.5 and 0.001; start both with --threads 1." in page
+        assert (
+            "Different from step 1 on: threads 1 and 2, learning_rate 0.5 and 0.001; start both with --threads 1"
+            in page
+        )
         assert "step 1: the loss is " in page
 
 
@@ -126,15 +129,16 @@ def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
     total, numbers = identical["n_misclassified_by_both"], [row["row"] for row in identical["misclassified_by_both"]]
     assert total > len(numbers) == 20
     assert "differently" not in markdown
-    assert "rained differently" not in text
+    assert not re.search("rained differently|Settings that differ|interval|p = |−", text)
+    assert [text.count(once) for once in ("Confusion matrix", "Calibration", "both runs")] == [1, 1, 3]
+    assert as_html(identical).count('<i class="bar') == 20, "one for each review"
     section = markdown.partition("Misclassified by both, most confident first")[2]
     assert section.startswith(f": 5 of {total}\n")
     assert [int(row.split("|")[1]) for row in rows_of(section)] == numbers[:5]
-    section, _, settings = text.partition("Misclassified by both, most confident first")[2].partition("Settings")
+    section = text.partition("Misclassified by both, most confident first")[2]
     assert [int(number) for number in re.findall(r"row (\d+) ", section)] == numbers
     assert f"20 of {total}." in section
     assert section.count(SCRIPT) >= 20, "as text"
-    assert "None." in settings
     assert "not computed because of --no_baselines" in text
     without = identical | {"misclassified_by_both": [], "n_misclassified_by_both": 0}
     assert "Misclassified by both" not in as_markdown(without)
@@ -142,9 +146,9 @@ def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
 
 
 HASHES = {
-    ("d", "d"): "d (both)",
-    ("d", None): "d and not recorded (an earlier version wrote the run)",
-    ("d", "e"): "d and e: only the evaluations during training differ",
+    ("d", "d"): "hash(: )?d (- )?rows",
+    ("d", None): "hash(: )?d (and )?not recorded by an earlier version",
+    ("d", "e"): "Only the evaluations during training differ, .*hash(: )?d (and )?e",
 }
 
 
@@ -155,7 +159,7 @@ def test_the_reports_show_the_hashes_and_why_there_are_no_baselines(make_pair, t
     b.evaluations.clear()
     (tmp_path / "reviews.csv").unlink()
     for page in texts(compare_runs(a, b)):
-        assert f"hash of the results: {shown}" in page
+        assert re.search(shown, page)
         assert "reviews.csv: no such file" in page
 
 
@@ -223,7 +227,7 @@ def test_identical_steps_are_counted_and_powers_of_ten_are_plain_text(comparison
     difference = plots_of(comparison, [0.7, 0.5, 0.4, 0.3], [0.7, 0.5, 0.45, 0.3])[1]
     assert "bitwise identical: 3 of 4 steps" in texts_of(difference)
     shown = " ".join(texts_of(plots_of(comparison, [1.0, 1.0, 1.0], [1.1, 1.001, 1.00001])[1]))
-    assert "1e-03" in shown
+    assert "1e−03" in shown
     assert "$" not in shown
 
 
