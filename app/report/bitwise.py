@@ -48,9 +48,8 @@ def first_difference(a: Run, b: Run) -> str | None:
 def first_differing_step(a: Run, b: Run) -> int | None:
     """Return the first of the common steps with another loss or gradient norm."""
     both = zip(a.steps, b.steps, strict=False)
-    return next(
-        (x["step"] for x, y in both if any(_bits(x.get(key)) != _bits(y.get(key)) for key in STEP_QUANTITIES)), None
-    )
+    differing = (x["step"] for x, y in both if any(_bits(x.get(key)) != _bits(y.get(key)) for key in STEP_QUANTITIES))
+    return next(differing, None)
 
 
 def check_same_rows(a: Run, b: Run) -> None:
