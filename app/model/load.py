@@ -198,7 +198,10 @@ def load_trained(
         fitting = " of the shape in its config" if found["mismatched_keys"] else ""
         raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}{fitting}{remedy}")
     match_inputs(tokenizer, model)
-    depends_on_padding = not match_padding(tokenizer, model)
+    depends_on_padding, own = not match_padding(tokenizer, model), config.pad_token_id
+    if depends_on_padding and own not in (None, tokenizer.pad_token_id) and own < len(tokenizer):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(own)  # the model looks for the last token before it
+        depends_on_padding = not match_padding(tokenizer, model)
     return model.to(device).eval(), tokenizer, depends_on_padding
 
 

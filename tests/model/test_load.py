@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from app.common.errors import UserError
 from app.model.dropout import override_dropout
-from app.model.identity import describe_config, hash_code
-from app.model.load import Classifier, is_pretrained, load_classifier, load_tokenizer
+from app.model.load import Classifier, is_pretrained, load_classifier, load_tokenizer, load_trained
 from app.settings import Settings
 
 TEXTS = ["差，第一次好。", "好。第2次"] * 20
@@ -86,21 +85,6 @@ def test_layerdrop_and_switches_are_not_overridden_as_dropout():
     override_dropout(config, 0.3)
     assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob, config.classifier_dropout) == (0.3,) * 3
     assert (config.encoder_layerdrop, config.use_dropout_anywhere) == (0.2, True)
-
-
-def test_a_config_with_values_that_json_does_not_have_can_be_recorded():
-    content = describe_config(BertConfig(scale=float("inf"), offset=float("nan"), kind=object))
-    assert json.loads(json.dumps(content, allow_nan=False)) == content
-
-
-def test_the_code_of_a_model_counts_only_if_it_is_run(tmp_path):
-    (tmp_path / "modeling.py").write_text("a = 1\n")
-    before = hash_code(str(tmp_path), True)
-    (tmp_path / "modeling.py").write_text("a = 2\n")
-    assert before is not None
-    assert hash_code(str(tmp_path), True) not in (before, None)
-    assert hash_code(str(tmp_path), False) is None
-    assert hash_code("org/name", True) is None
 
 
 def test_weights_come_from_the_folder_or_are_initialized_from_the_seed(folder):
@@ -306,3 +290,14 @@ def test_a_tokenizer_without_a_padding_token_pads_with_its_end_of_sequence_token
     classifier = load(path)
     assert classifier.model.config.pad_token_id == classifier.model.config.eos_token_id
     assert classifier.origin.endswith("; padded with its end-of-sequence token [SEP]")
+
+
+def test_a_trained_classifier_of_the_last_token_is_padded_with_the_token_that_its_config_names(folder):
+    settings = Settings(model=str(folder("gpt2", weights=True)), max_length=32)  # the tokenizer's is 0
+    model, tokenizer, depends_on_padding = load_trained(settings, torch.device("cpu"), None)
+    assert (tokenizer.pad_token_id, depends_on_padding) == (5, False)
+    plain = AutoModelForSequenceClassification.from_pretrained(settings.model)
+    batch = tokenizer([TEXTS[0], TEXTS[0] * 3], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        alone = plain(**tokenizer(TEXTS[:1], return_tensors="pt")).logits
+        assert torch.allclose(model(**batch).logits[:1], alone, rtol=1e-4, atol=1e-6)
