@@ -36,7 +36,7 @@ def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if CLONE is None:  # otherwise, modules in the current folder would replace those of other packages
         os.environ["PYTHONSAFEPATH"] = "1"
-    if name in WITH_RANKS and not {"-h", "--help"} & set(arguments):
+    if name in WITH_RANKS and not any(flag.startswith(("-h", "--help")) for flag in arguments):
         from .program import run_program  # imported late: --help needs none of it
 
         return run_program(lambda: run_ranks(WITH_RANKS[name], arguments))

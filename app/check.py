@@ -9,23 +9,24 @@ Two machines with 8 GPUs each; on the second one --node_rank=1:
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=29500 -m app.check
 
 Rank 0 prints a line for each rank, in rank order. Then all ranks call an all-reduce and train two steps of a toy model
-with DDP. Ranks wait for each other for --ddp_timeout seconds, here by default 30.
+with DDP. The last line is the verdict, and the exit status is 0 if a training run can start, otherwise 1.
 
 If nothing is printed within seconds, torchrun on some node does not reach node 0: try `nc -vz 10.0.0.1 29500` there.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from .program import Program
+from .program import Program
 
-    Program(__doc__).check_command_line()  # before torch is imported, which takes seconds
+# A rank that is missing should be reported soon: training waits longer.
+PROGRAM = Program(__doc__, lambda parser: parser.set_defaults(ddp_timeout=30), only=("use_cpu", "ddp_timeout"))
+if __name__ == "__main__":
+    PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,17 +40,16 @@ from .distributed.collectives import all_gather_object, wait_for_device
 from .distributed.network import find_route
 from .distributed.process_group import join
 from .distributed.world import World
-from .program import Program
 from .settings import Settings
 
 
 def main(settings: Settings) -> None:
-    if settings.ddp_timeout == Settings.ddp_timeout:
-        settings = replace(settings, ddp_timeout=30)
     with join(settings) as world:
         print_places(world)
         report(sum_over_ranks, world, name="all-reduce", what="1 MiB, with the correct sum")
         report(train_toy_model, world, name="toy DDP step", what="with equal weights afterwards")
+        verdict = f"{world.size} rank(s) reach each other and train together: a training run can start"
+        world.print_main(labeled("verdict", verdict))
 
 
 def print_places(world: World) -> None:
@@ -83,7 +83,7 @@ def report(function: Callable[[World], bool], world: World, *, name: str, what: 
         is_correct = function(world)
         milliseconds.append(1000 * (time.perf_counter() - start))
         if not all(all_gather_object(is_correct, world)):
-            raise RunError(f"the {name} gave a wrong result")
+            raise RunError(f"the {name} gave a wrong result: check the versions, drivers and network of all nodes")
     first, second = milliseconds
     world.print_main(labeled(name, f"{what}: {first:.1f} ms the first time, {second:.1f} ms the second time"))
 
@@ -107,4 +107,4 @@ def train_toy_model(world: World) -> bool:
 
 
 if __name__ == "__main__":
-    Program(__doc__).launch(main)
+    PROGRAM.launch(main)

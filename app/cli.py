@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from .common.errors import UserError, shorten
 from .common.paths import PACKAGE, with_package_name
-from .settings import GROUPS, TYPES, Settings, help_of
+from .setting_groups import Above0, Count
+from .settings import EVERYDAY_SETTINGS, GROUPS, TYPES, Settings, describe, help_of
 
 BATCH_SIZES = ("train_batch_size", "per_device_train_batch_size")  # alternatives
 
@@ -25,8 +27,10 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Print a docstring as it is, and defaults that are not mentioned in the help of a flag."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_no_default = action.default in (None, False, argparse.SUPPRESS) or "default: " in (action.help or "")
-        return action.help if has_no_default else f"{action.help or ''} (default: %(default)s)"
+        default, help_text = action.default, action.help or ""
+        if default in (None, False, argparse.SUPPRESS) or "default: " in help_text:
+            return help_text
+        return f"{help_text} (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -51,7 +55,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = shorten(message.replace("unrecognized arguments:", "unknown argument"), 300)
-        raise UserError(f"{message} (--help lists all flags)")
+        raise UserError(f"{message} (see --help)")
 
 
 def underscored(argument: str) -> str:
@@ -59,22 +63,15 @@ def underscored(argument: str) -> str:
     return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
 
 
-def count(text: str) -> int:
+def count(text: str, kind: Any = Count) -> Any:
     """Parse a positive whole number, as the `type` of a flag."""
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be a whole number, 1 or more")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    """Parse a positive number, as the `type` of a flag."""
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{shorten(text)}: must be a number above 0")
-    return value
+        return TypeAdapter(kind).validate_python(text)
+    except ValidationError as problem:
+        raise argparse.ArgumentTypeError(describe(problem.errors()[0])) from None
+
+
+positive = partial(count, kind=Above0)  # a positive number
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class CommandLine:
     description: str | None = None  # the docstring of the entry point, which `--help` prints first
     # Adds the program's own flags to a parser, and sets its own defaults of settings.
     add_arguments: Callable[[OneLineParser], None] = lambda parser: None
-    only: Collection[str] = tuple(TYPES)  # the settings that the program has; without any, there is no `--config`
+    only: Collection[str] = tuple(TYPES)  # the settings that the program has
 
     def parse(self, arguments: Sequence[str]) -> tuple[Settings, dict[str, Any]]:
         """Return the settings, and the values of the program's own flags.
@@ -106,16 +103,19 @@ class CommandLine:
         """
         parser = OneLineParser(description=self.description)
         self.add_arguments(parser)
-        defaults = dict(parser._defaults)
-        if self.only:
+        defaults, shown = dict(parser._defaults), {*self.only}
+        parser.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings, which flags override")
+        if len(shown) > len(EVERYDAY_SETTINGS):  # too many to list
             parser.add_argument(
-                "--config", metavar="FILE.yaml", help="YAML file of settings; command-line flags override it"
+                "--help_all", action="help", help=f"list all {len(shown)} settings, not only common ones"
             )
+            if "--help_all" not in map(underscored, arguments):
+                shown &= EVERYDAY_SETTINGS
         for group in GROUPS:
             section = parser.add_argument_group(str(group.__doc__))
             for field in fields(group):
                 if field.name in self.only:
-                    help_text = help_of(field.name).replace("%", "%%")
+                    help_text = help_of(field.name).replace("%", "%%") if field.name in shown else argparse.SUPPRESS
                     default = defaults.get(field.name, field.default)
                     section.add_argument(f"--{field.name}", help=help_text, default=default, **options_of(field.name))
                 if field.name == "precision" and field.name in self.only:
@@ -142,7 +142,9 @@ def options_of(name: str) -> dict[str, Any]:
     if kind is bool:
         return {"nargs": "?", "const": "true", "metavar": "true"}
     choices = next((get_args(one) for one in (kind, *optional) if get_origin(one) is Literal), ())
-    return {"metavar": "{" + ",".join(choices) + "}"} if choices else {}
+    number = {int: "N", float: "X"}.get(get_args(optional[0])[0] if optional and not choices else kind)
+    metavar = "{" + ",".join(choices) + "}" if choices else number
+    return {"metavar": metavar} if metavar else {}
 
 
 def read_config(path: str | None, only: Collection[str]) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def read_config(path: str | None, only: Collection[str]) -> dict[str, Any]:
         raise UserError(f"--config {path}: {reason}") from None
     for name in config:
         if name not in only and not (name == "bf16" and "precision" in only):
-            raise UserError(f"--config {path}: unknown setting {shorten(name)} (--help lists all flags)")
+            raise UserError(f"--config {path}: unknown setting {shorten(name)} (see --help)")
     return {name: value for name, value in config.items() if value not in ("", "null", "~")}
 
 

@@ -1,4 +1,4 @@
-"""Fine-tune a text classifier with PyTorch DDP, in a hand-written training loop. Read it from top to bottom.
+"""Fine-tune a text classifier with PyTorch DDP, in a hand-written training loop.
 
 Two processes on this machine, which work on halves of the same batches:
 
@@ -55,8 +55,8 @@ from .training.step import build_optimizer, build_scheduler, skip_step_if_nonfin
 
 Batch = dict[str, torch.Tensor]
 
-# The comments in capitals are numbered 1 to 8 in the order of this page. A run executes 1, 5 and 6, then 2 to 4 and 7
-# in each step, and 8 when it evaluates.
+# Read this page from top to bottom: its comments in capitals are numbered 1 to 8. A run executes 1, 5 and 6, then 2 to
+# 4 and 7 in each step, and 8 when it evaluates.
 
 
 def main(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO on one page: transformers.Trainer with a DeepSpeed file of your own. Read it from top to bottom.
+"""DeepSpeed's ZeRO on one page: transformers.Trainer with a DeepSpeed file of your own.
 
     bash run_scripts/setup.sh --deepspeed
     torchrun --standalone --nproc_per_node=2 -m app.deepspeed_run --deepspeed ds_config.json
@@ -31,15 +31,13 @@ from .model.inputs import to_device
 from .program import Program
 from .record.run_record import RunRecord
 from .setting_groups import CheckpointSettings, EvaluationSettings
-from .settings import TYPES, Settings
+from .settings import OF_AN_UPDATE, TYPES, Settings
 from .trainer.arguments import training_arguments
 from .training.prepare import Preparation, prepare
 
 # DeepSpeed's file decides on sharding, and this page has no checkpoints and no evaluations during training.
 LEFT_OUT = {"strategy", "cpu_offload", "ddp_comm_hook", "param_dtype", "reduce_dtype", "profile", "dry_run"}
 LEFT_OUT |= CheckpointSettings.__annotations__.keys() | EvaluationSettings.__annotations__.keys() - {"eval_batch_size"}
-# Settings with the same names in Trainer, which puts their values where the file says "auto".
-TRAINERS = {"lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -75,13 +73,13 @@ class DeepSpeedTrainer(Trainer):
     """Trainer with the batches, dropout masks and log of app.ddp_loop. All else is Trainer's and DeepSpeed's."""
 
     def __init__(self, run: Preparation, record: RunRecord, config: Any) -> None:
+        # Trainer has the same names, and puts the values where the file says "auto".
         arguments = training_arguments(
             run,
             deepspeed=config,
-            learning_rate=run.settings.learning_rate,
             fp16=run.settings.precision == "fp16",
             bf16=run.settings.precision == "bf16",
-            **{name: getattr(run.settings, name) for name in TRAINERS},
+            **{name: getattr(run.settings, name) for name in OF_AN_UPDATE - {"max_grad_norm"}},
         )
         super().__init__(model=run.model, args=arguments, train_dataset=run.data.train_rows)
         # If this were true, Trainer would multiply the loss of a classifier (huggingface/transformers#47688).

@@ -1,4 +1,4 @@
-"""All of DDP (distributed data parallel training) on one page, in PyTorch's own names. Read it from top to bottom.
+"""All of DDP (distributed data parallel training) on one page, in PyTorch's own names.
 
     torchrun --standalone --nproc_per_node=2 -m app.minimal --csv reviews.csv
 

@@ -39,7 +39,7 @@ class Program(CommandLine):
         escape_unencodable_output()
         # torch.distributed.launch adds it. torchrun sets LOCAL_RANK instead.
         sys.argv[1:] = [flag for flag in sys.argv[1:] if not flag.startswith("--local-rank=")]
-        wants_help = bool({"-h", "--help"} & set(sys.argv[1:]))
+        wants_help = any(flag.startswith(("-h", "--help")) for flag in sys.argv[1:])
         try:
             check_libraries()
             rank, size, _, local_size = rank_and_sizes()

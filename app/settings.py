@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from .common.errors import UserError, shorten
 from .common.paths import DOWNLOADED_CSV, SAMPLE_CSV
 from .setting_groups import (
+    EVERYDAY,
     RECIPE,
     RECIPE_OF_TINY,
     TINY,
@@ -58,7 +59,7 @@ class Settings(
         try:
             vars(self).update(vars(VALUES.model_validate(vars(self))))
         except ValidationError as problem:
-            raise UserError("; ".join(map(describe, problem.errors()))) from None
+            raise UserError("; ".join(f"--{one['loc'][0]} {describe(one)}" for one in problem.errors())) from None
         if problems := [*self._contradictions()]:
             raise UserError("; ".join(problems))
 
@@ -137,7 +138,15 @@ class Settings(
 
 GROUPS = Settings.__bases__[::-1]  # in the order of `--help`, which prints their docstrings as titles
 TYPES = get_type_hints(Settings, include_extras=True)  # of each setting: `Annotated`, with its help
+EVERYDAY_SETTINGS = {name for name, kind in TYPES.items() if EVERYDAY in get_args(kind)}
 VALUES = create_model("VALUES", **TYPES)
+
+# For programs that train single steps: how a step updates the weights, and what its time and memory depend on.
+OF_AN_UPDATE = {"learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm"}
+OF_AN_UPDATE |= {"adam_beta1", "adam_beta2", "adam_epsilon"}
+OF_A_RUN = {"on_duplicates_between_parts", "num_train_epochs", "max_steps", "class_weights", "label_smoothing_factor"}
+OF_A_RUN |= {*EvaluationSettings.__annotations__, *CheckpointSettings.__annotations__, *OutputSettings.__annotations__}
+OF_A_STEP = TYPES.keys() - OF_AN_UPDATE - OF_A_RUN
 
 
 def help_of(name: str) -> str:
@@ -147,5 +156,5 @@ def help_of(name: str) -> str:
 
 def describe(error: ErrorDetails) -> str:
     """Describe an invalid value in one line."""
-    given = shorten(str(error["input"])) or "''"
-    return f"--{error['loc'][0]} {given}: {error['msg'].removeprefix('Value error, ').replace('Input should', 'must')}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    return f"{shorten(str(error['input'])) or repr('')}: {message}"

@@ -15,12 +15,16 @@ case ${1:-} in
 esac
 state=$(echo "$root" && cat pyproject.toml constraints.txt && echo "$extras")
 if [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then exit 0; fi
-echo "setup.sh: installing into .venv (the first time, this downloads PyTorch and takes a minute or more)" >&2
+echo "setup.sh: installing into .venv. The first time, pip downloads PyTorch and what it needs: about 0.5 GB, or 3 GB and" \
+  "more with CUDA, which PyTorch for Linux contains unless pip's index has the one for CPUs. This takes minutes." >&2
 if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" != "$root" ]; then rm -rf .venv; fi
 [ -e .venv ] || "${PYTHON:-python3}" -m venv .venv || { rm -rf .venv && exit 1; }
 rm -f "$stamp" # if this fails or is interrupted, the next call tries again
-pip_install=(.venv/bin/python -m pip install --quiet --constraint constraints.txt)
-"${pip_install[@]}" setuptools # the build backend is pinned, too; DeepSpeed's build needs PyTorch, but no operations
-"${pip_install[@]}" --no-build-isolation --editable '.[dev]'
-[ "$extras" = dev ] || DS_BUILD_OPS=0 "${pip_install[@]}" --no-build-isolation --editable ".[$extras]"
+pip_install() { # of what pip prints, show the large downloads
+  .venv/bin/python -m pip install --progress-bar off --constraint constraints.txt "$@" |
+    { grep --line-buffered -E 'Downloading .*\([0-9.]+ [MG]B\)' >&2 || true; }
+}
+pip_install setuptools # the build backend is pinned, too; DeepSpeed's build needs PyTorch, but no operations
+pip_install --no-build-isolation --editable '.[dev]'
+[ "$extras" = dev ] || DS_BUILD_OPS=0 pip_install --no-build-isolation --editable ".[$extras]"
 echo "$state" >"$stamp"

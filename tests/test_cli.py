@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 import re
@@ -18,7 +17,7 @@ from app.cli import CommandLine, as_flags, parse_settings
 from app.common.errors import UserError
 from app.data.sampler import plan_batches, resolve_train_batch_size
 from app.program import check_libraries
-from app.settings import TYPES, Settings
+from app.settings import EVERYDAY_SETTINGS, TYPES, Settings
 from app.strategies.ddp import DDPStrategy
 from app.training.step import build_optimizer, build_scheduler
 
@@ -121,9 +120,9 @@ def add_arguments(parser):
 def help_of(capsys):
     """Return the help of a program."""
 
-    def help_of(program: CommandLine) -> str:
+    def help_of(program: CommandLine, flag: str = "--help") -> str:
         with pytest.raises(SystemExit, match="0"):
-            program.parse(["--help"])
+            program.parse([flag])
         return " ".join(capsys.readouterr().out.split())
 
     return help_of
@@ -140,7 +139,9 @@ def test_a_program_has_flags_and_defaults_of_its_own(help_of):
     text = help_of(program)
     for shown in ("The description.", "(default: tiny-bert)", "--sizes N [N ...] how large"):
         assert shown in text
-    assert all(f"--{field.name}" in text for field in dataclasses.fields(Settings))
+    assert {name for name in TYPES if re.search(rf" --{name} [A-Z{{[]", text)} == EVERYDAY_SETTINGS
+    everything = help_of(program, "--help-all")
+    assert [name for name in TYPES if f" --{name} " not in everything] == []
 
 
 def test_a_program_may_have_only_some_settings(parse, help_of):
@@ -150,7 +151,9 @@ def test_a_program_may_have_only_some_settings(parse, help_of):
         program.parse(["--max_steps=3"])
     with pytest.raises(UserError, match=r"unknown setting max_steps "):
         parse(config="max_steps: 3", program=program)
-    assert "checkpoints" not in help_of(program), "groups without flags are left out"
+    text = help_of(program)
+    assert "checkpoints" not in text, "groups without flags are left out"
+    assert "--help_all" not in text, "--help lists all of a few settings"
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

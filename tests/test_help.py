@@ -15,7 +15,14 @@ from app.__main__ import OTHERS, WITH_RANKS
 from app.distributed.environment import SINGLE_PROCESS
 
 PROGRAMS = (WITH_RANKS | OTHERS).values()
-WITHOUT_SETTINGS = ("predict", "minimal", "bench.growth", "experiments.faults", "data.download")  # of a training
+WITHOUT_SETTINGS = (
+    "predict",
+    "minimal",
+    "check",
+    "bench.growth",
+    "experiments.faults",
+    "data.download",
+)  # of a training
 POSITIONAL = {"predict": ["model"]}  # arguments without which the others are not looked at
 HEAVY = {"torch", "transformers", "datasets", "sklearn", "scipy", "pandas", "numpy", "matplotlib", "tokenizers"}
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -48,7 +55,8 @@ def test_help_and_an_unknown_flag_import_nothing_heavy(tmp_path, program):
     assert (status, err) == (0, [])
     assert out.startswith(f"usage: python -m app.{program} [--flag VALUE \\u2026]\n\n")
     assert f"-m app.{program}" in out.partition("options:")[0].partition("\n")[2], "an example"
-    assert ("--learning_rate" in out) == (program not in WITHOUT_SETTINGS)
+    assert ("--model MODEL" in out) == (program not in WITHOUT_SETTINGS)
+    assert not re.search(r"Read it|default: \[|so many", out), "for readers of the code"
     assert not re.search(r"default: [^\n]*\(default: ", out), "a default is printed once"
     assert imported & HEAVY == set()
     status, out, err, imported = run(tmp_path, "-m", f"app.{program}", *POSITIONAL.get(program, []), "--no_such_flag=1")

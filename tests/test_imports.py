@@ -29,7 +29,6 @@ LAYERS = (
     {"distributed"},
     {"settings"},
     {"setting_groups"},
-    {"setting_types"},
     {"common"},
 )
 PATHS = ("ddp_loop", "trainer_run")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from ..cli import OneLineParser, count, positive, program_name
 from ..program import Program, run_program
+from ..settings import OF_A_STEP, OF_AN_UPDATE, Settings
 from .models import measure_tiny_bert
 from .two_nodes import Link, link
 
@@ -30,14 +31,15 @@ def add_arguments(parser: OneLineParser) -> None:
     add = parser.add_argument
     about = f"which of {', '.join(SECTIONS)}; default: the first {len(DEFAULT)}"
     add("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=about)
-    about = "start two ranks on two nodes on this machine, with a link of so many Gbit/s and milliseconds between them"
+    about = "start two ranks on two nodes on this machine, with a link between them, in Gbit/s and milliseconds"
     add("--link", type=link, metavar="RATE:DELAY", help=f"{about}, such as 1:1 (Linux, root); without torchrun")
     about = "each variant of a training step is timed for about 5 times as long"
     add("--seconds_per_point", type=positive, default=1.0, metavar="X", help=about)
     add("--seeds", type=count, default=3, metavar="N", help="training runs of each variant (convergence)")
 
 
-PROGRAM = Program(__doc__, add_arguments)
+USED = OF_A_STEP | OF_AN_UPDATE | {"max_steps", "eval_batch_size", "output_dir"}
+PROGRAM = Program(__doc__, add_arguments, only=USED)
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
@@ -53,7 +55,6 @@ from ..distributed.environment import default_threads, started_by_torchrun
 from ..distributed.process_group import join
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
-from ..settings import Settings
 from ..training.build import build_data
 from ..training.console import quiet_libraries
 from .core import Lab, Page, describe_job

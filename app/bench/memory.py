@@ -14,9 +14,10 @@ measured number differs from the predicted one by more than 0.5%.
 from __future__ import annotations
 
 from ..program import Program
+from ..settings import OF_A_STEP, Settings
 from .models import measure_tiny_bert
 
-PROGRAM = Program(__doc__, measure_tiny_bert)
+PROGRAM = Program(__doc__, measure_tiny_bert, only=OF_A_STEP)
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
@@ -37,7 +38,6 @@ from ..model.precision import mixed_precision
 from ..plan.memory import gathered_after_forward, plan_memory
 from ..plan.step import Plan
 from ..profiling.profiler import hide_profiler_messages
-from ..settings import Settings
 from ..strategies.base import local_part
 from .planned import MEASURED, PREDICTED, compare_with_plan
 from .steps import Bench

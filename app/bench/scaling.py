@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from ..cli import OneLineParser, command_line, count, positive
 from ..program import Program, run_program
-from ..settings import STRATEGIES, Settings
+from ..settings import OF_A_STEP, STRATEGIES, Settings
 from .two_nodes import Link, link
 
 MEASURED, PREDICTED = ("ranks", "links", "strategies"), ("parameters", "link_gbit", "link_latency_us")
@@ -43,7 +43,8 @@ def add_arguments(parser: OneLineParser) -> None:
     add("--link_latency_us", type=positive, metavar="X", help=about)
 
 
-PROGRAM = Program(__doc__, add_arguments)
+USED = OF_A_STEP - {"strategy", "cpu_offload", "param_dtype", "reduce_dtype"} | {"output_dir"}
+PROGRAM = Program(__doc__, add_arguments, only=USED)
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 

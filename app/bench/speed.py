@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from ..cli import OneLineParser, command_line, count, program_name
 from ..program import Program, run_program, select_precision
+from ..settings import OF_A_STEP, Settings
 from .models import measure_tiny_bert
 
 RECIPES = ("ddp_loop", "trainer_run", "tutorial", "trainer-defaults")
@@ -34,7 +35,7 @@ def add_arguments(parser: OneLineParser) -> None:
     add("--rounds", type=count, default=5, metavar="N", help="rounds, with a job of each recipe")
 
 
-PROGRAM = Program(__doc__, add_arguments)
+PROGRAM = Program(__doc__, add_arguments, only=OF_A_STEP | {"output_dir"})
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
@@ -58,7 +59,6 @@ from ..distributed.environment import default_threads, started_by_torchrun
 from ..distributed.launcher import count_gpus
 from ..runs.folder import create_folder
 from ..runs.schema import MODEL_FOLDER, RUNS, SETTINGS
-from ..settings import Settings
 from .core import Page, compared
 from .jobs import RUN_FLAGS, alternate_jobs, flags_of, run_job, time_steps
 from .models import with_model_folder

@@ -12,9 +12,10 @@ with exit status 1 if a counted number differs from the predicted one.
 from __future__ import annotations
 
 from ..program import Program
+from ..settings import OF_A_STEP, Settings
 from .models import measure_tiny_bert
 
-PROGRAM = Program(__doc__, measure_tiny_bert)
+PROGRAM = Program(__doc__, measure_tiny_bert, only=OF_A_STEP)
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
@@ -34,7 +35,6 @@ from ..distributed.world import Topology
 from ..plan.memory import bytes_of
 from ..plan.step import Plan
 from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective, plan_traffic
-from ..settings import Settings
 from .planned import MEASURED, PREDICTED, compare_with_plan
 from .steps import Bench
 

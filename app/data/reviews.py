@@ -20,7 +20,7 @@ from datasets import ClassLabel
 from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
-from ..setting_types import split_label_names
+from ..setting_groups import split_label_names
 from .sources import Source, hash_json, one_line_errors, to_text
 
 Indices = NDArray[np.int64]
@@ -199,7 +199,7 @@ def sample_rows(rows: Indices) -> Indices:
 def describe_dropped(table: ReviewTable) -> list[str]:
     """Return one line per reason for dropping rows."""
     return [
-        f"{table.path}: dropped {len(rows):,} of {table.rows_read:,} rows with {reason}: {list_rows(rows)}"
+        f"{len(rows):,} of {table.rows_read:,} rows with {reason}: {list_rows(rows)}"
         for reason, rows in table.dropped.items()
     ]
 

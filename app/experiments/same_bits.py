@@ -91,7 +91,8 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.set_defaults(**DEFAULTS)
     parser.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks")
     for name, choices in {"paths": PATHS, "strategies": STRATEGIES, "interruptions": INTERRUPTIONS}.items():
-        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices), help="by default all")
+        about = f"of {', '.join(choices)}; default: all"
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices), metavar="NAME", help=about)
 
 
 def parse() -> tuple[argparse.Namespace, Settings]:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..common.errors import RunError, UserError, list_names, shorten
-from ..setting_types import split_label_names
+from ..setting_groups import split_label_names
 from ..settings import Settings
 
 

@@ -4,15 +4,16 @@
     python -m app.plan --ranks 16 --ranks_per_node 8
     python -m app.plan --ranks 8 --strategy zero3 --precision bf16 --device_memory 24GiB
 
-Any training flag applies. Rows are assumed to be padded to `--max_length`, which is the most memory that a batch can
-need. With `--measure`, a few steps are trained under each strategy on this machine, and measured values are printed
-next to the predicted ones. docs/strategies.md explains the formulas.
+Rows are assumed to be padded to `--max_length`, which is the most memory that a batch can need. With `--measure`, a few
+steps are trained under each strategy on this machine, and measured values are printed next to the predicted ones.
+docs/strategies.md explains the formulas.
 """
 
 from __future__ import annotations
 
 from ..cli import OneLineParser, count
 from ..program import Program, run_program, select_precision
+from ..settings import OF_A_STEP, Settings
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -22,7 +23,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
 
 
-PROGRAM = Program(__doc__, add_arguments)
+PROGRAM = Program(__doc__, add_arguments, only=OF_A_STEP | {"output_dir"})
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
@@ -40,7 +41,6 @@ from ..distributed.world import Topology
 from ..jobs import run_job
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
-from ..settings import Settings
 from .report import describe_plans
 from .step import build_plan
 

@@ -21,7 +21,7 @@ from app.runs.reader import read_run
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 PATHS = ("ddp_loop", "trainer_run")
-CPU = ["--use_cpu", "--threads=1", "--disable_tqdm"]
+CPU = ["--use_cpu", "--threads=1"]
 BRIEF = ["--csv=reviews.csv", "--max_length=16", "--train_batch_size=8", *CPU]
 
 
@@ -161,7 +161,7 @@ def test_a_cold_and_a_warm_start_are_measured(start, tmp_path):
 
 def test_recipes_are_timed_on_two_ranks(start, tmp_path):
     recipes = ("ddp_loop", "trainer_run", "tutorial", "trainer-defaults")  # one of each program
-    flags = [*BRIEF[:-1], "--steps=2", "--rounds=1", "--output_dir=out", "--model=4x312", "--precision=bf16"]
+    flags = [*BRIEF, "--steps=2", "--rounds=1", "--output_dir=out", "--model=4x312", "--precision=bf16"]
     printed = start("app.bench.speed", *flags)
     measured = content_of(tmp_path / "out" / "speed.json")["sections"]["speed"]
     for name in recipes:

@@ -166,7 +166,7 @@ def test_the_host_waits_once_per_logging_interval(two_ranks, name):
 
 
 def test_the_laboratory_measures_without_errors_and_races(folder):
-    flags = ["--threads=1", "--disable_tqdm", "--output_dir=laboratory", "--seconds_per_point=0.001"]
+    flags = ["--threads=1", "--output_dir=laboratory", "--seconds_per_point=0.001"]
     flags += ["--csv=reviews.csv", "--max_length=16", "--train_batch_size=8", "--model=bert"]
     flags += ["--sections", "breakdown", "no_sync", "compression"]  # the others train in the same way
     command = [ON_FAKE_GPUS, "--report=reports", "app.bench.communication", *flags]
