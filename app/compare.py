@@ -15,14 +15,14 @@ in one process that simulates the ranks, over 3 seeds:
 
     python -m app.compare --ablate --num_train_epochs 1 --csv reviews.csv
 
-The results are printed and written into --output_dir: comparison.json, comparison.md and comparison.html, or
-ablation.json and ablation.md.
+The results are written into --output_dir, as comparison.html, .md and .json, or ablation.md and .json.
 """
 
 from __future__ import annotations
 
 from .cli import OneLineParser, as_flags, count
 from .program import Program, run_program
+from .settings import TYPES, Settings
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -36,7 +36,8 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--ablate", action="store_true", help="measure the silent differences between typical scripts")
 
 
-PROGRAM = Program(__doc__, add_arguments)
+SHOWN = ("accuracy", "f1", "loss", "world_size", "train_seconds", "train_examples_per_second")  # on the terminal
+PROGRAM = Program(__doc__, add_arguments, only=TYPES.keys() - {"dry_run"})  # app.plan plans all strategies
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
@@ -45,16 +46,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from .common.errors import RunError, UserError, escape_control_characters
 from .common.paths import PACKAGE
 from .distributed.launcher import resolve_nproc_per_node
-from .jobs import PATHS, run_job
+from .jobs import BLOCKS, PATHS, run_job
 from .report.bitwise import check_same_rows, first_difference
 from .report.explanation import conclude, explain
 from .runs.folder import create_folder
 from .runs.reader import Run, read_run
 from .runs.schema import RUNS
-from .settings import Settings
 
 
 def main() -> int:
@@ -80,20 +82,32 @@ def main() -> int:
         comparison = compare_seeds(pairs, baselines) if len(pairs) > 1 else compare_runs(a, b, baselines)
         # Only now: a mistake in the runs leaves no folder.
         folder = folder or create_folder(settings.output_dir, RUNS / "comparisons")
-        print(f"\n{write_comparison(comparison, folder)}")
-        print(f"written to {escape_control_characters(str(folder))}/: comparison.html, comparison.md, comparison.json")
+        write_comparison(comparison, folder)
+        print_summary(comparison)
         difference, explanation = comparison["first_difference"], comparison["explanation"]
     failed = asserts and difference is not None
-    conclusion = conclude(difference, explanation)
-    print(escape_control_characters(conclusion), file=sys.stderr if failed else sys.stdout)
+    print(escape_control_characters(conclude(difference, explanation)), file=sys.stderr if failed else sys.stdout)
+    if folder:
+        print(f"open {escape_control_characters(str(folder / 'comparison.html'))}")
     return int(failed)
+
+
+def print_summary(comparison: dict[str, Any]) -> None:
+    """Print the main results of two runs as a table, and what all seeds show. The page has everything."""
+    from .report.render import COSTS, SCORES, identity, metric_rows
+
+    rows = metric_rows(comparison, [metric for metric in SCORES + COSTS if metric[1] in SHOWN])
+    header = [*map(escape_control_characters, comparison["names"]), "difference"]
+    index = [escape_control_characters(row["name"]) for row in rows]  # one contains the name of a class
+    table = pd.DataFrame([[*row["cells"], row["difference"]] for row in rows], index, header)
+    print(f"\n{table.to_string()}\n")
+    if "seeds" in comparison:
+        print(escape_control_characters(identity(comparison)))
 
 
 def check_flags(settings: Settings, options: dict[str, Any]) -> None:
     """Raise `UserError` if the mode that some flags choose leaves others without effect."""
     runs, defaults = options["runs"], {"nproc_per_node": "auto", "seeds": None, "ablate": False}
-    if settings.dry_run:
-        raise UserError(f"--dry_run: use {PACKAGE}.plan, which plans all strategies")
     if runs and len(runs) != 2:
         raise UserError(f"{len(runs)} run folder(s) given: name two, or none to train both paths")
     unused = ["--assert_equal"] if options["ablate"] and options["assert_equal"] else []
@@ -109,6 +123,9 @@ def train_pairs(settings: Settings, options: dict[str, Any]) -> tuple[Path, list
 
     Returns:
         The folder that holds all runs, and a pair of runs for each seed.
+
+    Raises:
+        RunError: a job failed.
     """
     from .model.hub import resolve_commit
     from .training.build import read_and_split
@@ -119,22 +136,18 @@ def train_pairs(settings: Settings, options: dict[str, Any]) -> tuple[Path, list
     folder = create_folder(settings.output_dir, RUNS / "comparisons")
     pairs = []
     for seed in range(settings.seed, settings.seed + seeds):
-        parent, seeded = folder / f"seed-{seed}" if seeds > 1 else folder, replace(settings, seed=seed)
-        pairs.append([train_path(path_name, seeded, ranks, folder=parent / path_name) for path_name in PATHS])
+        runs = []
+        for path_name in PATHS:
+            run = folder / (f"seed-{seed}" if seeds > 1 else "") / path_name
+            print(f"\n--- {path_name}, seed {seed} ---", flush=True)
+            blocks = "start" if path_name == PATHS[0] else "none"  # the second run's would be the same
+            seeded = replace(settings, seed=seed, output_dir=str(run))
+            status = run_job(f"{PACKAGE}.{path_name}", seeded, ranks, **{BLOCKS: blocks})
+            if status != 0:
+                raise RunError(f"{path_name} failed with exit status {status}; what it has written is in {run}")
+            runs.append(read_run(run))
+        pairs.append(runs)
     return folder, pairs
-
-
-def train_path(path_name: str, settings: Settings, nproc_per_node: int, *, folder: Path) -> Run:
-    """Train one path in a torchrun job, which prints to this process's output, into a new run folder.
-
-    Raises:
-        RunError: the job failed.
-    """
-    print(f"\n--- {path_name}, seed {settings.seed} ---", flush=True)
-    status = run_job(f"{PACKAGE}.{path_name}", replace(settings, output_dir=str(folder)), nproc_per_node)
-    if status != 0:
-        raise RunError(f"{path_name} failed with exit status {status}; what it has written is in {folder}")
-    return read_run(folder)
 
 
 if __name__ == "__main__":

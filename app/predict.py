@@ -171,7 +171,7 @@ def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.f
             f"{task.output or 'standard output'} could not be written: {problem.strerror or problem}"
         ) from None
     for line in describe_dropped(table):
-        print(escape_control_characters(line))
+        print(escape_control_characters(f"{table.path}: dropped {line}"))
     known = table.labels[part] >= 0
     if known.any():
         scores = score(logits[known], table.labels[part][known], find_positive_class(task.settings, table.class_names))

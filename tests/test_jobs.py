@@ -8,8 +8,8 @@ from unittest.mock import MagicMock, Mock
 import pytest
 
 from app import compare, jobs
-from app.bench.models import measure_tiny_bert
-from app.cli import CommandLine
+from app.bench import memory, traffic
+from app.plan import __main__ as plan
 from app.program import run_program
 from app.settings import Settings
 
@@ -34,4 +34,18 @@ def test_a_job_gets_these_settings_even_if_it_has_other_defaults(monkeypatch, se
     jobs.run_job("app.bench.memory", settings, 2)
     command = started.call_args.args[0]
     flags = command[command.index("app.bench.memory") + 1 :]
-    assert CommandLine(None, measure_tiny_bert).parse(flags)[0] == settings
+    assert memory.PROGRAM.parse(flags)[0] == settings
+    assert plan.PROGRAM.only - {"output_dir"} == memory.PROGRAM.only == traffic.PROGRAM.only, "with --measure"
+
+
+def test_of_the_runs_that_are_compared_the_first_prints_its_block(review_csv, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(compare, "run_job", lambda *job, **environment: started.append((*job, environment)) or 0)
+    monkeypatch.setattr(compare, "read_run", lambda folder: folder)
+    settings = Settings(csv=str(review_csv()), output_dir=str(tmp_path / "out"), use_cpu=True, seed=3)
+    folder, pairs = compare.train_pairs(settings, {"nproc_per_node": "2", "seeds": 2})
+    assert pairs == [[folder / f"seed-{seed}" / path for path in jobs.PATHS] for seed in (3, 4)]
+    assert [[s.seed, s.output_dir] for _, s, _, _ in started] == [
+        [seed, str(run)] for seed, pair in zip((3, 4), pairs, strict=True) for run in pair
+    ]
+    assert [environment[jobs.BLOCKS] for *_, environment in started] == ["start", "none"] * 2

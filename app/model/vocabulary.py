@@ -33,9 +33,7 @@ class TrimmedVocabulary:
     rows: torch.Tensor | None = None  # those of the unused ids, (len(unused), width), on the CPU of rank 0
 
     def __str__(self) -> str:
-        return (
-            f"{len(self.used):,} of {len(self.used) + len(self.unused):,} tokens may occur; the others are not trained"
-        )
+        return f"{len(self.used):,} of {len(self.used) + len(self.unused):,} tokens: only these occur and are trained"
 
     @torch.no_grad()
     def decay(self, learning_rates: Iterable[float], weight_decay: float) -> None:

@@ -118,7 +118,6 @@ def describe_result(run: Preparation, scores: Scores, metrics: Mapping[str, Any]
         "test accuracy": scores.describe(run.data.table.class_names),
         "training took": f"{seconds:.1f} s, {metrics['train_examples_per_second']:.0f} reviews per second",
         "hash": f"{metrics['hash'][:DIGITS]}: weights, losses, gradient norms, evaluations and predictions",
-        "model": f"{model}/",
         "predictions": run.folder / PREDICTIONS,
         "use": f'transformers.pipeline("text-classification", model={model!r}, truncation=True)',
         "compare": compare if other.exists() else None,

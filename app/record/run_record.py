@@ -8,6 +8,7 @@ their lines, so a checkpoint holds the training state and its step alone.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..common.machine import peak_memory_bytes
 from ..common.terminal import hides_progress
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, stop_or_warn
 from ..distributed.preemption import StopRequest
+from ..jobs import BLOCKS
 from ..metrics.early_stopping import EarlyStopping
 from ..metrics.score import Scores
 from ..model.vocabulary import complete_state, trimmed_vocabulary
@@ -95,12 +97,8 @@ class RunRecord:
                         self.best.take_over(checkpoint)
                 except OSError as problem:
                     raise UserError(f"{self.folder}: cannot be written: {problem.strerror or problem}") from None
-        self.bar = tqdm(
-            total=plan.total_steps,
-            initial=step,
-            unit=" steps",
-            disable=hides_progress(self.settings.disable_tqdm, self.world.is_main_process),
-        )
+        hidden = hides_progress(self.settings.disable_tqdm, self.world.is_main_process)
+        self.bar = tqdm(total=plan.total_steps, initial=step, unit=" steps", disable=hidden)
         self.trackers.start()
         self.steps.start_clock()
         is_evaluated = step in [line["step"] for line in self.best.evaluations]
@@ -116,16 +114,16 @@ class RunRecord:
             OSError: on rank 0, a file cannot be written.
         """
         run = self.run
-        peak_memory = all_gather_object(peak_memory_bytes(self.world.device), self.world)
+        memory = all_gather_object(peak_memory_bytes(self.world.device), self.world)
         state = run.strategy.gather_model_state(run.model)
         if not self.world.is_main_process:
             return
         for log in self.logs.values():
             log.flush()  # a run is finished only if its logs are complete
-        state = complete_state(run.model, state)
-        metrics = write_results(run, state, logits=logits, scores=scores, peak_memory=peak_memory)
+        metrics = write_results(run, complete_state(run.model, state), logits=logits, scores=scores, peak_memory=memory)
         self.trackers.log(METRICS.name, [metrics | {"step": self.plan.total_steps}])
-        self.world.print_main(describe_result(run, scores, metrics))
+        if BLOCKS not in os.environ:
+            self.world.print_main(describe_result(run, scores, metrics))
 
     @contextmanager
     def locate_failures(self) -> Iterator[None]:
@@ -192,7 +190,7 @@ class RunRecord:
         return evaluation_is_due
 
     def write_steps(self) -> None:
-        """Append the pending steps to steps.jsonl, and print the last one if it ends a logging interval. Collective.
+        """Append the pending steps to steps.jsonl, and print a line for some of them. Collective.
 
         Raises:
             RunError: a gradient norm is not finite, other than by an overflow in fp16. The steps before it are written.
@@ -208,9 +206,10 @@ class RunRecord:
             self.vocabulary.decay(done, self.settings.weight_decay)
         if failure is not None:
             raise failure
-        # A checkpoint or an evaluation in the middle of an interval writes the steps too, but prints nothing.
-        if self.steps.last_step % self.settings.logging_steps == 0 or self.steps.last_step == self.plan.total_steps:
-            self.world.print_main(console_line(lines, self.plan.total_steps))
+        # About 20 lines of a run: after each logging interval in which another twentieth of its steps has been done.
+        step, interval, total = self.steps.last_step, self.settings.logging_steps, self.plan.total_steps
+        if step == total or (step % interval == 0 and 20 * step // total > 20 * (step - interval) // total):
+            self.world.print_main(console_line(lines, total))
 
     def after_evaluation(self, step: int, eval_set_name: str, metrics: Mapping[str, float]) -> None:
         """Record an evaluation, and keep the weights if they are the best so far. Collective."""

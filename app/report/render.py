@@ -34,16 +34,12 @@ COSTS = [
 ]
 
 
-def write_comparison(comparison: dict[str, Any], folder: Path) -> str:
-    """Write the result of `compare_runs` or `compare_seeds` in three formats into an existing folder.
-
-    Return the Markdown, for the terminal.
-    """
+def write_comparison(comparison: dict[str, Any], folder: Path) -> None:
+    """Write the result of `compare_runs` or `compare_seeds` in three formats into an existing folder."""
     markdown, page = as_markdown(comparison), as_html(comparison)
     write_json(folder / "comparison.json", comparison)
     write_text(folder / "comparison.html", page)
     write_text(folder / "comparison.md", markdown)
-    return markdown
 
 
 def as_markdown(comparison: dict[str, Any]) -> str:

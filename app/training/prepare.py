@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from ..data.split import describe_duplicates
 from ..data.tokenize import hash_tokens
 from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.world import World
+from ..jobs import BLOCKS
 from ..metrics.score import load_metrics
 from ..model.identity import hash_code
 from ..runs.folder import create_folder, lock, reject_used
@@ -35,15 +37,8 @@ from .loss import build_loss
 from .step import peak_learning_rate
 
 # Settings that may differ between ranks, because they name paths on a machine.
-MAY_DIFFER_BETWEEN_RANKS = {
-    "csv",
-    "validation_file",
-    "test_file",
-    "model",
-    "cache_dir",
-    "output_dir",
-    "resume_from_checkpoint",
-}
+MAY_DIFFER_BETWEEN_RANKS = {"csv", "validation_file", "test_file", "model"}
+MAY_DIFFER_BETWEEN_RANKS |= {"cache_dir", "output_dir", "resume_from_checkpoint"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +128,8 @@ def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
         devices=all_gather_object(device_name(world.device), world),  # ranks may differ
         arithmetic=gather_arithmetic(world),
     )
-    world.print_main(describe_run(prepared, classifier.origin))
+    if os.environ.get(BLOCKS) != "none":
+        world.print_main(describe_run(prepared, classifier.origin))
     return prepared
 
 

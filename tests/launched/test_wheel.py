@@ -47,10 +47,12 @@ def test_compare_trains_on_the_bundled_sample(installed, tmp_path):
     done = samebits(installed, tmp_path, "compare", "--nproc_per_node=2", *FLAGS)
     assert done.returncode == 0, done.stderr
     assert "sample_reviews.csv (the bundled synthetic sample" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("bitwise identical")
-    assert "python -m samebits.compare" in done.stdout
-    assert "app." not in done.stdout
     (folder,) = (tmp_path / "runs" / "comparisons").iterdir()
+    *_, identical, page = done.stdout.splitlines()
+    assert identical.startswith("bitwise identical")
+    assert page == f"open {folder.relative_to(tmp_path)}/comparison.html"
+    assert "samebits.data.download" in done.stdout
+    assert "app." not in done.stdout
     assert (folder / "comparison.html").exists()
     for file in ("predictions.csv", "model/model.safetensors", "split.json"):
         assert len({(folder / path / file).read_bytes() for path in ("ddp_loop", "trainer_run")}) == 1, file

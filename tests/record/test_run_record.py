@@ -16,10 +16,14 @@ from app.runs.schema import EVALUATIONS, LATEST, RUNS, SETTINGS
 from app.training import prepare
 
 
-def test_each_logging_interval_prints_one_line_with_the_loss(started, capsys):
-    do_steps(started(logging_steps=3, max_steps=8, save_steps=2), 8)  # a checkpoint writes the steps too
+@pytest.mark.parametrize(("interval", "steps", "printed"), [(3, 8, [3, 6, 8]), (1, 45, [3, 5, 7]), (2, 50, [4, 6, 8])])
+def test_a_run_prints_about_20_lines_at_the_ends_of_logging_intervals(started, capsys, interval, steps, printed):
+    do_steps(record := started(logging_steps=interval, max_steps=steps, save_steps=2), steps)  # saving writes steps too
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" (")[0] for line in lines] == ["step 3/8", "step 6/8", "step 8/8"]
+    assert [line.partition(" (")[0] for line in lines[:3]] == [f"step {step}/{steps}" for step in printed]
+    assert lines[-1].startswith(f"step {steps}/{steps}")
+    assert len(lines) == min(20, -(-steps // interval))
+    assert len(on_disk(record)) == steps
 
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------

@@ -159,10 +159,14 @@ def test_the_baselines_of_the_real_reviews(real_csv, tmp_path):
     assert n_grams["accuracy"] == pytest.approx(0.907, abs=rows)
 
 
-def test_no_baselines_trains_none_and_the_report_says_so(make_pair, tmp_path, monkeypatch, capsys):
+def test_no_baselines_trains_none_and_the_report_says_so_but_the_terminal_has_only_the_main_results(
+    make_pair, tmp_path, monkeypatch, capsys
+):
     folders = [str(run.folder) for run in make_pair()]
     monkeypatch.setattr("sys.argv", ["compare", *folders, "--no_baselines", "--output_dir", str(tmp_path / "out")])
     assert run_program(compare.main) == 0
-    printed = capsys.readouterr().out
-    assert "not computed because of --no_baselines" in printed
-    assert "baselines: training" not in printed
+    assert "not computed because of --no_baselines" in (tmp_path / "out" / "comparison.md").read_text()
+    _, header, *table, _, conclusion, page = capsys.readouterr().out.splitlines()
+    assert (header.split(), len(table)) == (["ddp_loop", "trainer_run", "difference"], 6)
+    assert conclusion.startswith("not equal: ")
+    assert page == f"open {tmp_path / 'out' / 'comparison.html'}"
