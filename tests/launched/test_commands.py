@@ -1,4 +1,4 @@
-"""Each command and each launcher as a user starts them, once; test_wheel.py and test_tutorial.py start the others."""
+"""Each command and each launcher as a user starts them, once; test_wheel.py and test_pages.py start the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Two nodes on one machine (see two_nodes.py).
 
-test_tutorial.py trains a model on them, and in test_resumed_runs.py one of them dies.
+test_pages.py trains a model on them, and in test_resumed_runs.py one of them dies.
 """
 
 from __future__ import annotations
