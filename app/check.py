@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from .program import Program
 
-# A rank that is missing should be reported soon: training waits longer.
 PROGRAM = Program(__doc__, lambda parser: parser.set_defaults(ddp_timeout=30), only=("use_cpu", "ddp_timeout"))
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds

@@ -93,16 +93,16 @@ def main() -> int:
 
 
 def print_summary(comparison: dict[str, Any]) -> None:
-    """Print the main results of two runs as a table, and what all seeds show. The page has everything."""
-    from .report.render import COSTS, SCORES, identity, metric_rows
+    """Print the main results of two runs, or of the first seed, as a table, and the verdict. The page has all."""
+    from .report.render import COSTS, SCORES, metric_rows
 
     rows = metric_rows(comparison, [metric for metric in SCORES + COSTS if metric[1] in SHOWN])
     header = [*map(escape_control_characters, comparison["names"]), "difference"]
     index = [escape_control_characters(row["name"]) for row in rows]  # one contains the name of a class
     table = pd.DataFrame([[*row["cells"], row["difference"]] for row in rows], index, header)
     print(f"\n{table.to_string()}\n")
-    if "seeds" in comparison:
-        print(escape_control_characters(identity(comparison)))
+    if "seeds" in comparison or comparison["first_difference"] is not None:  # otherwise it is the conclusion
+        print(escape_control_characters(comparison["verdict"]))
 
 
 def check_flags(settings: Settings, options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -18,7 +19,7 @@ WITH_DEEPSPEED = ["pip setuptools", "pip .[dev]", "pip .[dev,deepspeed]"]
 FAKE_PYTHON = """#!/usr/bin/env bash
 case "$2" in
   venv) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo venv >>"$CALLS" ;;
-  pip) echo "pip ${@: -1}" >>"$CALLS"; if [ -n "${FAIL:-}" ]; then echo "ERROR: no torch" >&2; exit 1; fi ;;
+  pip) echo "pip ${@: -1}" >>"$CALLS"; echo "Collecting torch"; echo "  Downloading torch-2.whl (899.8 MB)"; if [ -n "${FAIL:-}" ]; then echo "ERROR: no torch" >&2; exit 1; fi ;;
 esac
 """
 
@@ -51,8 +52,10 @@ def set_up(tmp_path):
 
 
 def test_a_setup_installs_only_what_has_changed(checkout, set_up):
-    status, _, installed = set_up(checkout)
+    status, shown, installed = set_up(checkout)
     assert (status, installed) == (0, ONCE)
+    assert re.search(r"pip downloads PyTorch .* 0\.5 GB(?s:.)*  Downloading torch-2.whl \(899.8 MB\)\n", shown)
+    assert "Collecting" not in shown
     assert set_up(checkout) == (0, "", [])
     assert set_up(checkout, "--deepspeed")[2] == WITH_DEEPSPEED
     assert set_up(checkout) == (0, "", [])

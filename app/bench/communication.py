@@ -38,8 +38,7 @@ def add_arguments(parser: OneLineParser) -> None:
     add("--seeds", type=count, default=3, metavar="N", help="training runs of each variant (convergence)")
 
 
-USED = OF_A_STEP | OF_AN_UPDATE | {"max_steps", "eval_batch_size", "output_dir"}
-PROGRAM = Program(__doc__, add_arguments, only=USED)
+PROGRAM = Program(__doc__, add_arguments, only=OF_A_STEP | OF_AN_UPDATE | {"max_steps", "output_dir"})
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 

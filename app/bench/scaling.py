@@ -39,8 +39,7 @@ def add_arguments(parser: OneLineParser) -> None:
     add("--step_ms", type=positive, metavar="X", help="measure nothing: a step without exchanges takes X ms")
     add("--parameters", type=positive, metavar="N", help="of the model with --step_ms, such as 60e6")
     add("--link_gbit", type=positive, metavar="X", help="Gbit/s between the ranks with --step_ms (default: 100)")
-    about = "microseconds of a message with --step_ms (default: 10)"
-    add("--link_latency_us", type=positive, metavar="X", help=about)
+    add("--link_latency_us", type=positive, metavar="X", help="microseconds of a message with --step_ms (default: 10)")
 
 
 USED = OF_A_STEP - {"strategy", "cpu_offload", "param_dtype", "reduce_dtype"} | {"output_dir"}

@@ -144,7 +144,7 @@ def show(page: Page, measured: pd.DataFrame, recipes: list[str], *, parameters: 
     padded = measured.groupby("job")[["tokens", "padded_tokens"]].sum()
     table["padding"] = (1 - padded["tokens"] / padded["padded_tokens"]).map("{:.1%}".format)
     table["MFU"] = mfu.median().map("{:.1%}".format)
-    page.table("Speed", table, f"relative: {recipes[0]} is so many times as fast.")
+    page.table("Speed", table, f"relative: how many times as fast {recipes[0]} is.")
     rounds = {str(key): row.dropna().to_dict() for key, row in measured.iterrows()}
     page.numbers |= {"examples_per_second": rates.to_dict("list"), "mfu": mfu.to_dict("list"), "rounds": rounds}
 

@@ -165,8 +165,10 @@ def test_no_baselines_trains_none_and_the_report_says_so_but_the_terminal_has_on
     folders = [str(run.folder) for run in make_pair()]
     monkeypatch.setattr("sys.argv", ["compare", *folders, "--no_baselines", "--output_dir", str(tmp_path / "out")])
     assert run_program(compare.main) == 0
-    assert "not computed because of --no_baselines" in (tmp_path / "out" / "comparison.md").read_text()
-    _, header, *table, _, conclusion, page = capsys.readouterr().out.splitlines()
+    report = (tmp_path / "out" / "comparison.json").read_text()
+    assert "not computed because of --no_baselines" in report
+    _, header, *table, _, of_test_rows, conclusion, page = capsys.readouterr().out.splitlines()
     assert (header.split(), len(table)) == (["ddp_loop", "trainer_run", "difference"], 6)
+    assert f'"verdict": "{of_test_rows}"' in report
     assert conclusion.startswith("not equal: ")
     assert page == f"open {tmp_path / 'out' / 'comparison.html'}"
