@@ -147,7 +147,7 @@ def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
 
 HASHES = {
     ("d", "d"): "hash(: )?d (- )?rows",
-    ("d", None): "hash(: )?d (and )?not recorded by an earlier version",
+    ("d", None): "hash(: )?d (and )?not recorded: an earlier version wrote the run",
     ("d", "e"): "Only the evaluations during training differ, .*hash(: )?d (and )?e",
 }
 
@@ -170,12 +170,14 @@ def test_the_reports_have_a_section_over_seeds(make_pair, review_csv):
     for page in texts(comparison):
         assert "Over 2 seeds" in page
         assert "Bitwise identical for 1 of 2 seeds" in page
+        assert page.count(comparison["verdict"]) == 1
     rows = re.findall(r"^\| (?:\d|seed|mean).*|^\|---:\|---:\|---:\|.*", as_markdown(comparison), re.M)
     assert [row.count("|") for row in rows[:5]] == [7] * 5, "two runs, the first differing step and two baselines"
     assert f"{comparison['seeds']['paired_seeds']['mean_a']:.4f}" in rows[4]
     assert "compared with TF-IDF" in texts(comparison)[1]
     for page in texts(compare_seeds(pairs[:1], baselines=False)):
         assert "Over 1 seed" in page
+        assert page.count("Bitwise identical training") == 1
         assert not re.search("TF-IDF|compared with", page)
 
 
