@@ -128,7 +128,8 @@ def record(name: str, texts: dict[str, str], seconds: float) -> None:
     for value, text in texts.items():
         figure["values"][value]["text"] = text
     figure |= {"commit": commit(), "date": f"{date.today()}", "cpu": cpu(), "seconds": round(seconds)}
-    text = yaml.dump(content, Dumper=Dumper, allow_unicode=True, sort_keys=False, width=118)
+    options = {"allow_unicode": True, "sort_keys": False, "width": 118, "default_flow_style": None}
+    text = yaml.dump(content, Dumper=Dumper, **options)
     FIGURES.write_text(comment + re.sub(r"^(?=\S)", "\n", text, flags=re.MULTILINE), encoding="utf-8")
 
 
