@@ -41,8 +41,9 @@ onload = () => {{
     range.setEnd(word.node, word.index + word[0].length);
     return range.getClientRects().length;
   }};
-  const nodes = [...inside.querySelectorAll("th")].flatMap(head => [...head.childNodes].filter(node => node.data));
-  const words = nodes.flatMap(node => [...node.data.matchAll(/[^\\s/-]+/g)].map(word => Object.assign(word, {{node}})));
+  const inHeads = [...inside.querySelectorAll("th, th *")].flatMap(element => [...element.childNodes]);
+  const words = inHeads.filter(node => node.data).flatMap(
+    node => [...node.data.matchAll(/[^\\s/-]+/g)].map(word => Object.assign(word, {{node}})));
   document.title = JSON.stringify({{
     title: inside.title,
     width: root.scrollWidth,
