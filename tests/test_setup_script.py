@@ -19,7 +19,9 @@ WITH_DEEPSPEED = ["pip setuptools", "pip .[dev]", "pip .[dev,deepspeed]"]
 FAKE_PYTHON = """#!/usr/bin/env bash
 case "$2" in
   venv) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo venv >>"$CALLS" ;;
-  pip) echo "pip ${@: -1}" >>"$CALLS"; echo "Collecting torch"; echo "  Downloading torch-2.whl (899.8 MB)"; if [ -n "${FAIL:-}" ]; then echo "ERROR: no torch" >&2; exit 1; fi ;;
+  pip)
+    echo "pip ${@: -1}" >>"$CALLS"; echo "Collecting torch"; echo "  Downloading torch-2.whl (899.8 MB)"
+    if [ -n "${FAIL:-}" ]; then echo "ERROR: no torch" >&2; exit 1; fi ;;
 esac
 """
 
