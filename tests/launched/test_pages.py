@@ -24,7 +24,7 @@ from app.bench.two_nodes import ADDRESSES, SYSTEM_PATH
 from run_scripts.figures import read_figures
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
-ROWS = 700  # of the real reviews, so that the trainings take seconds
+ROWS = 400  # of the real reviews, so that the trainings take seconds
 DATA = Path("data", "ChnSentiCorp_htl_all.csv")
 NOT_RUN = re.compile(r"git clone|pip install|bert-base|OWNER")
 RESUME = " --resume_from_checkpoint auto"
@@ -38,15 +38,15 @@ def clone(tmp_path_factory: pytest.TempPathFactory, real_csv: Path) -> Path:
     for name in ("app", "data", "run_scripts", "pyproject.toml", "constraints.txt"):
         copy = shutil.copytree if (PROJECT / name).is_dir() else shutil.copy
         copy(PROJECT / name, folder / name)
-    if not (PROJECT / ".venv" / ".setup-stamp").exists():
+    if not (PROJECT / ".venv").exists():
         unavailable("no .venv of run_scripts/setup.sh")
     (folder / ".venv").mkdir()
     for path in (PROJECT / ".venv").iterdir():
         if path.name != ".setup-stamp":
             (folder / ".venv" / path.name).symlink_to(path)
-    # What setup.sh has installed for the repository belongs to this folder: it finds nothing to do.
-    _, *state = (PROJECT / ".venv" / ".setup-stamp").read_text().splitlines(keepends=True)
-    (folder / ".venv" / ".setup-stamp").write_text("".join([f"{folder.resolve()}\n", *state]))
+    # setup.sh finds nothing to do here: it must not install into the linked environment.
+    state = [f"{folder.resolve()}\n", *((folder / name).read_text() for name in ("pyproject.toml", "constraints.txt"))]
+    (folder / ".venv" / ".setup-stamp").write_text("".join([*state, "dev\n"]))
     # The installed command would run the files of the repository.
     command = folder / "bin" / "samebits"
     command.parent.mkdir()
@@ -108,7 +108,7 @@ def test_every_command_of_a_page(clone: Path, real_csv: Path, name: str) -> None
     if name == "README.md":
         expected = [line for kind, block in BLOCK.findall(text) if not kind for line in block.splitlines()]
         assert expected
-        assert all(line in printed for line in expected)
+        assert all(re.search(re.escape(line).replace("…", ".*"), printed) for line in expected)
 
 
 def test_the_commands_for_two_nodes_train_the_bits_of_one_node(clone: Path, nodes: list[str]) -> None:
