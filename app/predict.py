@@ -266,7 +266,7 @@ def read_rows(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, Indi
     if task.texts is not None:
         source, has_labels = Source(Path("-"), Dataset.from_dict({settings.text_column: task.texts})), False
     else:
-        source = open_file(settings.csv_path, settings, Path(settings.cache_dir))
+        source = open_file(settings.csv_path, Path(settings.cache_dir), settings.encoding)
         has_labels = "label_column" in task.given or settings.label_column in source.table.column_names
     columns = (settings.text_column, settings.label_column if has_labels else None)
     table = clean({"train": source}, columns, class_names=class_names, label_names=settings.label_names)

@@ -62,7 +62,7 @@ FLAGS = (
 
 def main() -> int:
     settings, own_flags = PROGRAM.parse(sys.argv[1:])
-    table, ranks = clean({"train": open_file(settings.csv_path, settings)}), own_flags["ranks"]
+    table, ranks = clean({"train": open_file(settings.csv_path, encoding=settings.encoding)}), own_flags["ranks"]
     folder = create_folder(settings.output_dir, RUNS / "growth")
     facts = {"model": TINY_BERT, "ranks": str(ranks), **describe_machine(torch.device("cpu"))}
     page = Page("Growth", facts | {"command": command_line()}, folder)

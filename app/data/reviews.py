@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from datasets import ClassLabel
+from datasets import ClassLabel, Json
 from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
 from ..setting_groups import split_label_names
-from .sources import Source, hash_json, one_line_errors, to_text
+from .sources import Source, hash_json, one_line_errors
 
 Indices = NDArray[np.int64]
 MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
@@ -56,7 +56,7 @@ class ReviewTable:
     texts: pd.Series
     labels: np.ndarray  # class ids, int64 (n,); -1 for a row without a label, which only a table to predict has
     parts: Mapping[str, Indices] = field(default_factory=dict)  # the positions of each published part, if there are any
-    notes: str = ""  # of the source of the training rows
+    notes: tuple[str, ...] = ()  # of the source of the training rows
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -129,7 +129,11 @@ def clean(
     texts = pd.concat(pieces, ignore_index=True)
     names, origin = split_label_names(label_names or ""), "the model" if class_names else str(path)
     if class_names is None:
-        class_names = form_classes(path, str(columns[1]), labels[parts == "train"].unique().tolist())
+        class_names = sorted({*map(_class_name, labels[parts == "train"].unique())})
+        if len(class_names) == 1:
+            raise UserError(f"{path}: column {columns[1]!r} has only one class, {list_names(class_names)}")
+        if all(map(INTEGER.fullmatch, class_names)):
+            class_names.sort(key=int)
         declared = getattr(sources["train"].table.features[columns[1]], "names", ())  # of a ClassLabel, in its order
         class_names = [_class_name(name.strip()) for name in declared] or class_names
         class_names = rename_classes(class_names, names, origin=origin)
@@ -178,8 +182,12 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
         values = source.table[name][:]
         if isinstance(feature, ClassLabel):  # -1 is no label
             values = [None if value in (None, -1) else feature.int2str(value) for value in values]
-        texts = [to_text(value, f"row {row}") for row, value in enumerate(values)]
-    return pa.chunked_array([texts], pa.large_string())
+        # `datasets` has converted mixed values, and so changed texts such as "007".
+        if isinstance(feature, Json) or not all(isinstance(value, str | int | float | None) for value in values):
+            raise ValueError("has dates, lists, or texts and numbers: make all values texts that are not dates alone")
+        # NaN is what writers other than pandas leave for a missing value.
+        texts = [None if value is None or value != value else str(value) for value in values]
+        return pa.chunked_array([texts], pa.large_string())
 
 
 def _hash_rows(frame: pd.DataFrame) -> str:
@@ -211,14 +219,6 @@ def list_rows(rows: Sequence[int] | np.ndarray) -> str:
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
-
-
-def form_classes(path: Path, label_column: str, labels: list[str]) -> list[str]:
-    """Return the sorted class names of some distinct labels."""
-    names = sorted({_class_name(label) for label in labels})
-    if len(names) == 1:
-        raise UserError(f"{path}: column {label_column!r} has only one class, {list_names(names)}: two are required")
-    return sorted(names, key=int) if all(map(INTEGER.fullmatch, names)) else names
 
 
 def _class_name(label: str) -> str:

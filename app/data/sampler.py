@@ -55,9 +55,7 @@ class BatchPlan:
                 gradients first. Otherwise a process's own logical ranks are neighbors, whose gradients it adds first.
         """
         per_rank = self.logical_ranks_per_rank
-        if interleaved:
-            return [n * self.ranks + rank for n in range(per_rank)]
-        return [rank * per_rank + n for n in range(per_rank)]
+        return [n * self.ranks + rank if interleaved else rank * per_rank + n for n in range(per_rank)]
 
     def rows_of(self, logical_rank: int, micro_batch: int) -> range:
         """Return the positions in the global batch of the rows of a logical rank's micro-batch, counted from 0."""
@@ -81,17 +79,14 @@ class BatchPlan:
         shares = f"{self.ranks} rank(s)"
         if self.logical_ranks != self.ranks:
             shares = f"{self.logical_ranks} logical ranks (on {shares})"
-        return (
-            f"{self.global_size} rows per step = {shares} x {self.micro_size} rows x "
-            f"{self.accumulation_steps} micro-batch(es)"
-        )
+        batches = f"{self.micro_size} rows x {self.accumulation_steps} micro-batch(es)"
+        return f"{self.global_size} rows per step = {shares} x {batches}"
 
 
 def resolve_train_batch_size(settings: Settings, world_size: int) -> int:
     """Return the global batch size: `train_batch_size`, unless `per_device_train_batch_size` is set."""
-    if settings.per_device_train_batch_size is None:
-        return settings.train_batch_size
-    return settings.per_device_train_batch_size * world_size * settings.gradient_accumulation_steps
+    size = (settings.per_device_train_batch_size or 0) * world_size * settings.gradient_accumulation_steps
+    return size or settings.train_batch_size
 
 
 def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan:
@@ -154,18 +149,13 @@ class FullBatchSampler(DistributedSampler[Any]):
 
     def __init__(
         self,
-        lengths: NDArray[np.int64],
+        lengths: NDArray[np.int64],  # (n_train,): the number of tokens of each row
         plan: BatchPlan,
         *,
-        logical_ranks: Sequence[int],
+        logical_ranks: Sequence[int],  # of the process, in the order of `Strategy.logical_ranks`
         seed: int,
         group_by_length: bool = False,
     ) -> None:
-        """
-        Args:
-            lengths: int64 (n_train,), the number of tokens of each row.
-            logical_ranks: the process's logical ranks, in the order of `Strategy.logical_ranks`.
-        """
         rows = range(len(lengths))  # DistributedSampler only needs its length
         super().__init__(rows, plan.logical_ranks, logical_ranks[0], seed=seed, drop_last=True)  # type: ignore[arg-type]
         self.lengths = torch.from_numpy(np.ascontiguousarray(lengths))

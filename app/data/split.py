@@ -63,11 +63,7 @@ def split_reviews(
 
 
 def count_duplicates(table: ReviewTable, split: Split) -> dict[str, int]:
-    """Count the reviews of a part whose text also occurs, exactly, in another part.
-
-    Returns:
-        `test_in_train`, `test_in_validation` and `validation_in_train`: numbers of test or validation rows.
-    """
+    """Count the reviews of a part whose text also occurs, exactly, in another part: as `test_in_train`, for example."""
     texts = {part: table.texts_of(getattr(split, part)) for part in ("train", "validation", "test")}
     pairs = (("test", "train"), ("test", "validation"), ("validation", "train"))
     return {f"{part}_in_{other}": int(texts[part].isin(texts[other]).sum()) for part, other in pairs}

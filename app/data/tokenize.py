@@ -23,11 +23,7 @@ FILE_VERSION = 4  # part of the cache key: increase it if the columns change
 
 
 def tokenize(
-    table: ReviewTable,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    *,
-    cache_dir: Path | None = None,
+    table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int, *, cache_dir: Path | None = None
 ) -> Dataset:
     """Tokenize all reviews, or map the file that an earlier run with the same rows, tokenizer and length has written.
 
@@ -76,17 +72,13 @@ def occurring_tokens(rows: Dataset) -> NDArray[np.int64]:
 
 
 def describe_unknown(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Describe in one line the reviews of which a model sees hardly anything; None if there are few unknown tokens."""
-    n_empty = n_known = n_unknown = 0
+    """Count the reviews in which a quarter of the tokens or more, special ones aside, are unknown; None for none."""
+    n = 0
     for chunk in rows.data["input_ids"].chunks:
         tokens = chunk.flatten().to_numpy()
-        known = ~np.isin(tokens, tokenizer.all_special_ids)
-        n_empty += int((np.bincount(pc.list_parent_indices(chunk), known, minlength=len(chunk)) == 0).sum())
-        n_known += int(known.sum())
-        n_unknown += int((tokens == tokenizer.unk_token_id).sum())
-    share = n_unknown / max(1, n_known + n_unknown)
-    line = f"{n_empty:,} reviews have no known token, {share:.0%} of all tokens are unknown: does the model fit them?"
-    return line if n_empty or share > 0.1 else None
+        score = ~np.isin(tokens, tokenizer.all_special_ids) - 3.0 * (tokens == tokenizer.unk_token_id)
+        n += int((np.bincount(pc.list_parent_indices(chunk), score, len(chunk)) <= 0).sum())
+    return f"{n:,} of {len(rows):,} reviews have a quarter or more unknown tokens: does the model fit?" if n else None
 
 
 def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -77,7 +77,7 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     ]
     facts = {
         "path": prepared.path_name,
-        "reviews": f"{table.path}{sample}{f', {table.notes}' if table.notes else ''}",
+        "reviews": ", ".join(filter(None, (f"{table.path}{sample}", *table.notes))),
         "dropped": "; ".join(describe_dropped(table)),
         "rows": rows,
         "classes": ", ".join(f"{name} ({n:,})" for name, n in zip(table.class_names, counts, strict=True)),

@@ -84,20 +84,6 @@ FILES = {
     },
     "numbers": ("rows.parquet", parquet([0.0, 1.0, float("nan")]), [("0", "好"), ("1", "好"), "no label"]),
     "texts": ("rows.parquet", parquet(["x", None, "1"]), [("x", "好"), "no label", ("1", "好")]),
-    "categories": (
-        *("rows.parquet", pd.DataFrame({"label": pd.Categorical(["x", "y"]), "review": ["a", "b"]}).to_parquet()),
-        [("x", "a"), ("y", "b")],
-    ),
-    "JSON": (  # texts stay as they are, even if they look like dates, and other columns may have any values
-        "rows.jsonl",
-        '{"label": "007", "review": "2024-01-01", "x": "\\ud800"}\n{"label": 7.0, "review": 1.5, "x": [1]}\n',
-        [("007", "2024-01-01"), ("7", "1.5")],
-    ),
-    "dates": (
-        "rows.json",
-        '[{"label": "2024-01-01", "review": "2024-01-01T10:00:00"}, {"label": "2024-02-01", "review": "2024-02-02"}]',
-        [("2024-01-01", "2024-01-01T10:00:00"), ("2024-02-01", "2024-02-02")],
-    ),
     "booleans": ("rows.parquet", parquet([True, False]), [("True", "好"), ("False", "好")]),
 }
 
@@ -110,17 +96,16 @@ def test_the_rows_of_a_file_and_which_of_them_are_dropped(tmp_path, name, conten
 
 
 def test_an_encoding_may_be_named(tmp_path):
-    path, settings = tmp_path / "rows.csv", Settings(csv=str(tmp_path / "rows.csv"), encoding="cp949")
-    path.write_bytes("label,review\n1,방이 깨끗하고\n0,시끄러워서\n".encode("cp949"))
-    assert rows_of(clean(open_sources(settings))) == [("1", "방이 깨끗하고"), ("0", "시끄러워서")]
-    with pytest.raises(UserError, match="is not utf-32: save it as UTF-8, or name its encoding with --encoding"):
-        open_sources(replace(settings, encoding="utf-32"))
-    path.with_suffix(".jsonl").write_bytes('{"label": 1, "review": "방"}\n{"label": 0, "review": "요"}'.encode("cp949"))
-    table = clean(open_sources(replace(settings, csv=str(path.with_suffix(".jsonl")))))
-    assert rows_of(table) == [("1", "방"), ("0", "요")]
-    path.with_suffix(".parquet").write_bytes(parquet([0, 1]))
+    lines = '{"label": 1, "review": "방"}\n{"label": 0, "review": "요"}'
+    for name, content in (("rows.csv", "label,review\n1,방\n0,요\n"), ("rows.ndjson", lines)):
+        settings = Settings(csv=str(tmp_path / name), encoding="cp949")
+        (tmp_path / name).write_bytes(content.encode("cp949"))
+        assert rows_of(clean(open_sources(settings))) == [("1", "방"), ("0", "요")]
+        with pytest.raises(UserError, match="is not utf-32: save it as UTF-8, or name its encoding with --encoding"):
+            open_sources(replace(settings, encoding="utf-32"))
+    (tmp_path / "rows.parquet").write_bytes(parquet([0, 1]))
     with pytest.raises(UserError, match=r"rows\.parquet: --encoding is for CSV and JSON files"):
-        open_sources(replace(settings, csv=str(path.with_suffix(".parquet"))))
+        open_sources(replace(settings, csv=str(tmp_path / "rows.parquet")))
 
 
 # pandas infers the types of 10,000 rows at once, and labels may look like numbers in some of them only.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from app.data.reviews import ReviewTable, clean
 from app.data.sources import open_file
-from app.settings import Settings
 
 
 def read_reviews(
@@ -17,5 +16,4 @@ def read_reviews(
     label_names: str | None = None,
     cache_dir: Path | None = None,
 ) -> ReviewTable:
-    settings = Settings(text_column=text_column, label_column=label_column)
-    return clean({"train": open_file(path, settings, cache_dir)}, (text_column, label_column), label_names=label_names)
+    return clean({"train": open_file(path, cache_dir)}, (text_column, label_column), label_names=label_names)
