@@ -78,10 +78,7 @@ def learn_tokenizer(
         cached_file(path, lambda file: train_bpe(texts, vocabulary_size).save(str(file)))
         tokenizer = Tokenizer.from_file(str(path))
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-        **SPECIAL_TOKENS,
+        tokenizer_object=tokenizer, model_input_names=["input_ids", "attention_mask"], **SPECIAL_TOKENS
     )
 
 
@@ -102,7 +99,6 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     cls, sep = SPECIAL_TOKENS["cls_token"], SPECIAL_TOKENS["sep_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {sep} $B:1 {sep}:1",
         special_tokens=[(cls, tokenizer.token_to_id(cls)), (sep, tokenizer.token_to_id(sep))],
     )
     return tokenizer

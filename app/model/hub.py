@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import AutoConfig, AutoModelForSequenceClassification
-from transformers.utils import CONFIG_NAME, WEIGHTS_NAME, logging
+from transformers import AutoModelForSequenceClassification
+from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
 
 from ..common.errors import UserError, shorten
 from ..setting_groups import BUILT_IN, ModelSettings
 
 CONTENT = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # config, tokenizer and code
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # or the index of parts; the first kind is loaded
-NAMES = ", ".join(BUILT_IN)
 SECONDS = 10  # that the Hub has to answer: snapshot_download itself would wait for as long as the system does
 
 
@@ -34,15 +32,12 @@ def resolve_commit(settings: ModelSettings) -> str | None:
     """Return the commit of `--model` and `--revision` on the Hub; None for a local folder and for a built-in model.
 
     A branch such as `main` can move between two requests, so it is resolved once and every file is loaded from that
-    commit. Without a connection, it is resolved from the local cache. Checks that the config can be loaded.
+    commit. Without a connection, it is resolved from the local cache.
     """
     on_hub = settings.model not in BUILT_IN and not os.path.isdir(settings.model)
     if settings.revision is not None and not on_hub:
         raise UserError(f"--revision {settings.revision}: {settings.model} is not on the Hub, so it has no revisions")
-    commit = Path(model_folder(settings)).name if on_hub else None  # the cache has a folder for each commit
-    if settings.model not in BUILT_IN:
-        fetch(AutoConfig, settings, commit)  # raises a mistake before any job or rank goes on
-    return commit
+    return Path(model_folder(settings)).name if on_hub else None  # the cache has a folder for each commit
 
 
 def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequence[str] = CONTENT) -> str:
@@ -61,7 +56,6 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
         if not Path(name, CONFIG_NAME).is_file():
             raise UserError(f"--model {name}: is not a model folder, because it has no {CONFIG_NAME}")
         return name
-    is_path = os.path.isdir(name.split("/")[0] or "/")
     download = partial(snapshot_download, name, revision=revision, allow_patterns=list(files))
     try:
         if commit is not None:
@@ -73,15 +67,15 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
     except RevisionNotFoundError:
         raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
     except (RepositoryNotFoundError, HFValidationError):
-        found = f", and no such model on the Hub (if it is private, run `hf auth login`), nor {NAMES}"
-        raise UserError(f"--model {shorten(name, 200)}: no such folder{'' if is_path else found}") from None
+        places = "no such folder, and no such model on the Hub (if it is private, run `hf auth login`)"
+        raise UserError(f"--model {shorten(name, 200)}: {places}, nor {', '.join(BUILT_IN)}") from None
     except Exception as problem:  # errors of the HTTP library, which differ between versions of huggingface_hub
         try:
             return download(local_files_only=True)
         except LocalEntryNotFoundError:
             reason = getattr(problem, "strerror", None)  # such as a full disk
-            found = "" if is_path else "; the Hub cannot be reached, and the model is not in the local cache"
-            raise UserError(f"--model {name}: {reason or f'no such folder{found}'}") from None
+            reason = reason or "no such folder; the Hub cannot be reached, and the model is not in the local cache"
+            raise UserError(f"--model {name}: {reason}") from None
 
 
 def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs: Any) -> Any:
@@ -97,30 +91,11 @@ def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs
             break
     kwargs |= {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
     try:
-        with without_warnings():  # the startup message says what is new, and a missing package is an error
-            return auto_class.from_pretrained(folder, **kwargs)
+        return auto_class.from_pretrained(folder, **kwargs)
     except Exception as problem:
         # An unknown architecture, one without this head and each kind of damaged file raise other exceptions.
         what = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(auto_class.__name__, "model")
-        raise model_error(settings, problem, f"its {what} cannot be loaded: {_reason(problem)}") from None
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-def model_error(settings: ModelSettings, problem: Exception, reason: str) -> UserError:
-    """Return the error that names the flag to change: the model, or an attention implementation that it cannot use."""
-    if settings.attn_implementation and re.search("Flash ?Attention|attention implementation", str(problem)):
-        sentence = first_line(problem).partition(". ")[0]  # the others ask to open an issue
-        return UserError(f"--attn_implementation {settings.attn_implementation}: {sentence}")
-    return UserError(f"--model {settings.model}: {reason}")
+        raise UserError(f"--model {settings.model}: its {what} cannot be loaded: {_reason(problem)}") from None
 
 
 def _reason(problem: Exception) -> str:

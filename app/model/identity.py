@@ -66,11 +66,9 @@ def check_only_head_is_new(name: str, model: PreTrainedModel, found: Mapping[str
     weights = [weight for weight, _ in model.named_parameters()]
     new = [weight for weight in weights if weight in problems]
     for weight in new:
-        prefix, _, rest = weight.partition(".")
         # A pooler is part of the head: models that were trained to predict masked tokens have none.
-        if (prefix == model.base_model_prefix and "pooler" not in weight) or new == weights:
-            others = [key for key in sorted(found["unexpected_keys"]) if key.endswith(rest)]
-            hint = f", but there is {others[0]}: rename the weights in the file" if others else ""
+        if (weight.startswith(f"{model.base_model_prefix}.") and "pooler" not in weight) or new == weights:
+            hint = f", but there are {unused}" if (unused := unused_weights(found)) else ""
             raise UserError(f"--model {name}: the weights {weight} {problems[weight]}{hint}")
     return new
 

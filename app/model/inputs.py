@@ -37,8 +37,6 @@ def match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> 
     misinterpreted.
     """
     accepted = inspect.signature(model.forward).parameters
-    if "input_ids" not in accepted:
-        return  # a wrapper around the actual model, whose inputs are unknown
     names = [name for name in tokenizer.model_input_names if name in accepted]
     if "attention_mask" in accepted and "attention_mask" not in names:
         names.append("attention_mask")

@@ -27,7 +27,7 @@ from ..setting_groups import BUILT_IN, TINY, ModelSettings
 from ..settings import Settings
 from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_tokenizer
 from .dropout import override_dropout
-from .hub import WEIGHTS, fetch, first_line, model_error, without_warnings
+from .hub import WEIGHTS, fetch, first_line
 from .identity import check_only_head_is_new, describe_config, match_classes, unused_weights
 from .inputs import match_inputs, match_padding
 from .precision import training_dtype
@@ -67,8 +67,6 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token  # as is usual for models that generate text; the mask excludes it
     if tokenizer.pad_token_id is None:
         raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
-    if not isinstance(limit := tokenizer.model_max_length, int | float) or limit < 1:
-        raise UserError(f"--model {settings.model}: its tokenizer has model_max_length {limit!r}, which is no length")
     if fetch(AutoConfig, settings, commit).is_encoder_decoder:
         # Such a model classifies the end of a text, and needs exactly one: "</s>" in a review is plain text.
         tokenizer.split_special_tokens = tokenizer.init_kwargs["split_special_tokens"] = True
@@ -95,22 +93,22 @@ def classifier_config(
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = "single_label_classification"
-    align_with_trainer(config, tokenizer)
-    check_layerdrop(settings, config)
+    config.use_cache = False  # training needs no key-value cache, and the model's choice of kernels may depend on it
+    config.return_dict = True  # both training paths access outputs by name
+    # Trainer would do this too late: embeddings take their `padding_idx` from the config when they are built. The
+    # function asks for a model, but uses its configs only.
+    align_special_tokens(SimpleNamespace(config=config, generation_config=None), tokenizer)
+    # Ranks that skip different layers must not gather the parameters of a layer together.
+    skips = settings.ddp_find_unused_parameters and settings.strategy in ("ddp", "zero1")
+    found = [f"{name} is {value}" for name, value in config.to_dict().items() if "layerdrop" in name and value]
+    if found and not skips:
+        remedy = "use --strategy ddp or zero1 with --ddp_find_unused_parameters"
+        raise UserError(f"--model {settings.model}: {found[0]}, so ranks skip different layers: {remedy}")
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
     select_attention(config, settings, device)
     check_length(settings, config, tokenizer)
     return config
-
-
-def check_layerdrop(settings: Settings, config: PretrainedConfig) -> None:
-    """Raise UserError if ranks would skip different layers."""
-    sharded = settings.strategy in ("zero2", "zero3")  # their ranks gather the parameters of each layer together
-    found = [f"{name} is {value}" for name, value in config.to_dict().items() if "layerdrop" in name and value]
-    if found and (sharded or not settings.ddp_find_unused_parameters):
-        remedy = "use --strategy ddp or zero1" if sharded else "add --ddp_find_unused_parameters"
-        raise UserError(f"--model {settings.model}: {found[0]}, so ranks skip different layers: {remedy}")
 
 
 def load_classifier(
@@ -147,8 +145,7 @@ def load_classifier(
         origin += f"; unused weights: {unused}" if (unused := unused_weights(found)) else ""
     else:
         learned = " and, without labels, from the training reviews" if settings.model == TINY else ""
-        kind = "built in" if settings.model in BUILT_IN else "no weights"
-        origin = f"{settings.model} ({kind}), initialized from the seed{learned}"
+        origin = f"{settings.model}, initialized from the seed{learned}"
         model = build_from_config(settings, config)
     if embeddings is not None:
         initialize(model, embeddings)
@@ -192,14 +189,13 @@ def load_trained(
     if config.pad_token_id is None:  # which a classifier that reads its last token looks for
         config.pad_token_id = tokenizer.pad_token_id
     model, found = load_weights(settings, config, commit)
-    if missing := sorted({*found["missing_keys"], *(weight for weight, *_ in found["mismatched_keys"])}):
-        unused = unused_weights(found)
-        remedy = f", but {unused}, of a class of models that transformers lacks" if unused else "; train it first"
-        fitting = " of the shape in its config" if found["mismatched_keys"] else ""
-        raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}{fitting}{remedy}")
+    of_other_shape = [f"{weight} of the shape in its config" for weight, *_ in found["mismatched_keys"]]
+    if missing := sorted(of_other_shape) + sorted(found["missing_keys"]):
+        remedy = f", but {unused}" if (unused := unused_weights(found)) else "; train it first"
+        raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}{remedy}")
     match_inputs(tokenizer, model)
     depends_on_padding, own = not match_padding(tokenizer, model), config.pad_token_id
-    if depends_on_padding and own not in (None, tokenizer.pad_token_id) and own < len(tokenizer):
+    if depends_on_padding and own in range(len(tokenizer)):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(own)  # the model looks for the last token before it
         depends_on_padding = not match_padding(tokenizer, model)
     return model.to(device).eval(), tokenizer, depends_on_padding
@@ -239,7 +235,7 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
     try:
         return AutoModelForSequenceClassification.from_config(config, **options)  # type: ignore[no-any-return]
     except Exception as problem:
-        raise model_error(settings, problem, first_line(problem)) from None
+        raise UserError(f"--model {settings.model}: {first_line(problem)}") from None
 
 
 def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -250,17 +246,6 @@ def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any
     """
     if isinstance(outputs, dict) and outputs.get("loss") is not None:  # remote code may return a tuple
         outputs["loss"] = outputs["loss"] * (1 + 0 * outputs["loss"].detach())
-
-
-def align_with_trainer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the changes that Trainer would make to the config of a model, before the model is built.
-
-    Trainer makes them too late: embeddings take their `padding_idx` from the config when they are built.
-    """
-    config.use_cache = False  # training needs no key-value cache, and the model's choice of kernels may depend on it
-    config.return_dict = True  # both training paths access outputs by name
-    with without_warnings():  # the function asks for a model, but uses its configs only
-        align_special_tokens(SimpleNamespace(config=config, generation_config=None), tokenizer)
 
 
 def check_length(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

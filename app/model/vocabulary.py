@@ -81,9 +81,8 @@ def trim_vocabulary(model: PreTrainedModel, tokens: NDArray[np.int64], *, keep_u
     rows = weight[unused].cpu() if keep_unused else None
     positions = torch.full((len(weight),), len(tokens))  # an unexpected token raises an IndexError
     positions[used] = torch.arange(len(tokens))
-    padding_idx = owners[0].padding_idx
-    if padding_idx is not None:
-        padding_idx = int(np.searchsorted(tokens, padding_idx)) if padding_idx in tokens else None
+    padding_idx: Any = owners[0].padding_idx
+    padding_idx = int(np.searchsorted(tokens, padding_idx)) if padding_idx in tokens else None
     parameter = torch.nn.Parameter(weight[used])
     for module in owners:
         module.weight, module.num_embeddings, module.padding_idx = parameter, len(tokens), padding_idx
@@ -107,8 +106,7 @@ def embeddings_to_trim(model: PreTrainedModel, n_used: int) -> list[torch.nn.Emb
         return []
     owners = [module for module in model.modules() if any(p is weight for p in module._parameters.values())]
     embeddings = [module for module in owners if isinstance(module, torch.nn.Embedding)]
-    are_plain = all(e.max_norm is None and not e.scale_grad_by_freq and not e.sparse for e in embeddings)
-    return embeddings if embeddings == owners and are_plain else []
+    return embeddings if embeddings == owners else []
 
 
 def _look_up(module: Any, args: Any, kwargs: dict[str, torch.Tensor]) -> tuple[tuple[torch.Tensor], dict[str, Any]]:

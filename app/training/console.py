@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 
 def quiet_libraries(world: World) -> None:
-    """Turn off the libraries' progress bars, and their warnings on all ranks except 0."""
+    """Turn off the libraries' progress bars and warnings, except those of datasets on rank 0."""
     # transformers imports an installed DeepSpeed, which otherwise looks for GPUs and reports what it finds.
     os.environ["DS_ACCELERATOR"] = world.device.type
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     if hides_progress():
         huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
+    transformers.logging.set_verbosity_error()  # the startup message names new weights and special tokens
     if not world.is_main_process:
-        transformers.logging.set_verbosity_error()
         datasets.logging.set_verbosity_error()
 
 

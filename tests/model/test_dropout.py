@@ -27,9 +27,6 @@ def kept(rows: range, *shape: int, seed: int = 42, step: int = 0, p: float = 0.1
         return functional.dropout(torch.ones(len(rows), *shape), p) != 0
 
 
-# ---- what masks depend on --------------------------------------------------------------------------------------------
-
-
 @given(
     shape=st.lists(st.integers(1, 12), min_size=1, max_size=3),
     size=st.sampled_from([4, 8, 12]),
@@ -69,9 +66,6 @@ def test_the_seed_the_step_the_row_and_the_call_each_change_the_mask(place, call
     assert not any(torch.equal(a, b) for a, b in combinations(masks, 2))
 
 
-# ---- the statistics of masks -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_masks_keep_the_requested_share_and_elements_are_independent(p):
     """Each correlation is of 1.3 million pairs: 5 standard deviations are 0.0044."""
@@ -92,15 +86,8 @@ def test_masks_keep_the_requested_share_and_elements_are_independent(p):
     pairs["four corners"] = (z[:, :, 1:, 1:] * z[:, :, :-1, 1:], z[:, :, 1:, :-1] * z[:, :, :-1, :-1])
     for name, (a, b) in pairs.items():
         assert abs((a * b).mean().item()) < 5 / a.numel() ** 0.5, name
-
-
-@given(keys=st.tuples(*[st.integers(-(2**31), 2**31 - 1)] * 2), first=st.integers(-(2**31), 2**31 - 10_001))
-def test_different_numbers_have_different_hashes(keys, first):
-    numbers = torch.arange(first, first + 10_000, dtype=torch.int32)
-    assert hash_integers(numbers, *keys).unique().numel() == len(numbers)
-
-
-# ---- gradients, evaluation, repetition -------------------------------------------------------------------------------
+    numbers = torch.arange(-5_000, 5_000, dtype=torch.int32)
+    assert hash_integers(numbers, 123, -456).unique().numel() == len(numbers)
 
 
 def test_dropped_elements_have_no_gradient_and_others_are_scaled():
@@ -155,9 +142,6 @@ def test_a_repeated_forward_pass_has_the_same_masks():
         assert _get_current_function_mode_stack() == []
         gradients.append(x.grad)
     assert torch.equal(*gradients)
-
-
-# ---- other random numbers of a model ---------------------------------------------------------------------------------
 
 
 def draws() -> list[list[float]]:

@@ -10,13 +10,7 @@ import torch
 from helpers.architectures import CONFIGS
 from transformers import AutoModelForSequenceClassification, BertTokenizer, PreTrainedModel, set_seed
 
-from app.model.vocabulary import (
-    complete_state,
-    embeddings_to_trim,
-    tokens_of_model,
-    trim_vocabulary,
-    trimmed_vocabulary,
-)
+from app.model.vocabulary import complete_state, embeddings_to_trim, tokens_of_model, trim_vocabulary
 from app.training.step import parameter_groups
 
 SIZE, END = 97, 3
@@ -54,8 +48,7 @@ def train(model: PreTrainedModel) -> list[float]:
 def test_a_trimmed_model_trains_bitwise_like_the_complete_one(name, dtype):
     complete, trimmed = build(name).to(dtype), build(name).to(dtype)
     trim_vocabulary(trimmed, TOKENS, keep_unused=True)
-    vocabulary = trimmed_vocabulary(trimmed)
-    assert vocabulary is not None
+    vocabulary = trimmed.trimmed_vocabulary
     assert len(trimmed.get_input_embeddings().weight) == len(TOKENS)
     assert train(trimmed) == train(complete)
     vocabulary.decay(RATES, DECAY)
@@ -67,8 +60,7 @@ def test_a_trimmed_model_trains_bitwise_like_the_complete_one(name, dtype):
 def test_other_ranks_keep_no_unused_rows_and_an_unexpected_token_is_an_error():
     model = build("bert")
     trim_vocabulary(model, TOKENS, keep_unused=False)
-    vocabulary = trimmed_vocabulary(model)
-    assert vocabulary is not None
+    vocabulary = model.trimmed_vocabulary
     vocabulary.decay(RATES, DECAY)
     assert vocabulary.rows is None
     with pytest.raises(IndexError):
@@ -88,7 +80,7 @@ def test_the_padding_row_is_not_trained_whether_or_not_the_model_keeps_it(paddin
     assert untrained == ([6] if padding_idx in TOKENS else [])
 
 
-@pytest.mark.parametrize("use", ["tied", "frozen", "scaled"])
+@pytest.mark.parametrize("use", ["tied", "frozen"])
 def test_a_matrix_that_is_not_only_a_trained_embedding_is_not_trimmed(use):
     model = build("bert")
     assert len(embeddings_to_trim(model, len(TOKENS))) == 1
@@ -97,10 +89,8 @@ def test_a_matrix_that_is_not_only_a_trained_embedding_is_not_trimmed(use):
     if use == "tied":
         model.head = torch.nn.Linear(32, SIZE)
         model.head.weight = embeddings.weight
-    elif use == "frozen":
-        embeddings.weight.requires_grad_(False)
     else:
-        embeddings.scale_grad_by_freq = True
+        embeddings.weight.requires_grad_(False)
     assert embeddings_to_trim(model, len(TOKENS)) == []
     assert complete_state(model, model.state_dict()).keys() == model.state_dict().keys()
 
