@@ -31,7 +31,6 @@ LAYERS = (
     {"setting_groups"},
     {"common"},
 )
-PATHS = ("ddp_loop", "trainer_run")
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +66,6 @@ def test_the_hand_written_loop_imports_nothing_of_trainer(graph):
 def test_the_run_folders_format_imports_only_what_is_common(graph):
     imported = graph.find_upstream_modules("app.runs", as_package=True) - {"app"}
     assert {module.split(".")[1] for module in imported} == {"common"}
-
-
-@pytest.mark.parametrize(
-    ("importer", "imported"),
-    [
-        (PATHS[0], PATHS[1]),  # the two paths never import each other
-        (PATHS[1], PATHS[0]),
-        ("common.files", "settings"),
-        ("checkpoint.manager", "record.run_record"),  # a circle
-    ],
-)
-def test_a_forbidden_import_is_found(importer, imported):
-    graph = grimp.build_graph("app", cache_dir=None)
-    graph.add_import(importer=f"app.{importer}", imported=f"app.{imported}")
-    found = chains(graph.find_illegal_dependencies_for_layers(LAYERS, containers={"app"}))
-    assert any(f"app.{importer} > app.{imported}" in chain for chain in found), found
 
 
 def test_every_imported_package_is_declared():

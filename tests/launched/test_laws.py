@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from helpers.architectures import write_model
 from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
-from launched.shared_jobs import SharedRuns
+from launched.shared_jobs import JOBS, SharedRuns
 
 from app.runs.hashes import hash_results, hash_run
 from app.settings import SHARDED
@@ -120,19 +120,24 @@ def cover_all_pairs(seed: int = 2) -> list[Cell]:
 
 CELLS = cover_all_pairs()
 EIGHT = TrainingRun("ddp_loop", [*FLAGS, "--logical_ranks=8", "--model=bert"])
-SHARED_RUNS: SharedRuns = {"one_rank": {}, "two_ranks": {}}
-SLOW_SHARED_RUNS: SharedRuns = {
-    "one_rank": {"eight-1": EIGHT},
-    "four_ranks": {},
-    "eight_ranks": {"eight-8": EIGHT},
-    "two_nodes": {},
+# These bits depend on the number of ranks, so only the paths are compared.
+ONLY_PATHS = {
+    "power_sgd_of_two": ("two_ranks", ["--logical_ranks=2", "--ddp_comm_hook=power_sgd"]),
+    "power_sgd_of_four": ("four_ranks", ["--ddp_comm_hook=power_sgd"]),
+    # With three ranks, the order in which gradients are added depends on their position in a bucket.
+    "buckets_of_three": ("three_ranks", ["--logical_ranks=3", "--precision=fp64", "--ddp_bucket_cap_mb=1"]),
 }
+SHARED_RUNS: SharedRuns = {job: {} for job in JOBS}
+SLOW_SHARED_RUNS: SharedRuns = {job: {} for job in JOBS}
+SLOW_SHARED_RUNS["one_rank"]["eight-1"] = SLOW_SHARED_RUNS["eight_ranks"]["eight-8"] = EIGHT
 for cell in CELLS:
     for needed in [cell.reference, cell.source] if cell.resumed_from else [cell.reference]:
         SHARED_RUNS["one_rank"][needed.name] = needed.run
 for cell in CELLS:
     runs = SLOW_SHARED_RUNS if RANKS[cell.job] == 4 else SHARED_RUNS
     runs[cell.job][cell.name] = cell.run
+for name, (job, flags) in ONLY_PATHS.items():
+    SLOW_SHARED_RUNS[job] |= {f"{name}-{path}": TrainingRun(path, [*FLAGS, *flags]) for path in FACTORS["path"]}
 
 
 def write_inputs(folder: Path, csv: Path) -> None:
@@ -187,3 +192,10 @@ def test_each_factor_that_may_change_bits_does(trained):
 def test_eight_ranks_train_like_one(trained):
     folder = trained("eight_ranks")
     assert hash_run(folder / "eight-8") == hash_run(folder / "eight-1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONLY_PATHS)
+def test_both_paths_have_the_same_bits(trained, name):
+    folder = trained(ONLY_PATHS[name][0])
+    assert len({hash_run(folder / f"{name}-{path}") for path in FACTORS["path"]}) == 1
