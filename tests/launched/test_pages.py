@@ -11,12 +11,13 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from helpers.jobs import LIMIT, PROJECT, read_steps, unavailable, write_subset
+from helpers.jobs import LIMIT, PROJECT, read_steps, write_subset
 from helpers.pages import BLOCK, commands_in_blocks
 from launched.two_nodes import wait_for_all, wait_until
 
@@ -32,26 +33,18 @@ RESUME = " --resume_from_checkpoint auto"
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory, real_csv: Path) -> Path:
-    """A copy of the files of this repository, with its virtual environment and few of the downloaded reviews."""
+    """A copy of this repository with few of the downloaded reviews, whose .venv starts the programs of this one."""
     folder = tmp_path_factory.mktemp("pages") / "samebits"
-    folder.mkdir()
-    for name in ("app", "data", "run_scripts", "pyproject.toml", "constraints.txt"):
-        copy = shutil.copytree if (PROJECT / name).is_dir() else shutil.copy
-        copy(PROJECT / name, folder / name)
-    if not (PROJECT / ".venv").exists():
-        unavailable("no .venv of run_scripts/setup.sh")
-    (folder / ".venv").mkdir()
-    for path in (PROJECT / ".venv").iterdir():
-        if path.name != ".setup-stamp":
-            (folder / ".venv" / path.name).symlink_to(path)
-    # setup.sh finds nothing to do here: it must not install into the linked environment.
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    copied = ("app", "data", "run_scripts", "pyproject.toml", "constraints.txt")
+    subprocess.run(["cp", "-R", *(PROJECT / name for name in copied), folder], check=True)
+    for name, command in {"python": "python", "torchrun": "torchrun", "samebits": "python -m app"}.items():
+        program = folder / ".venv" / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {Path(sys.executable).parent}/{command} "$@"\n')
+        program.chmod(0o755)
+    (folder / ".venv" / "bin" / "activate").touch()
     state = [f"{folder.resolve()}\n", *((folder / name).read_text() for name in ("pyproject.toml", "constraints.txt"))]
-    (folder / ".venv" / ".setup-stamp").write_text("".join([*state, "dev\n"]))
-    # The installed command would run the files of the repository.
-    command = folder / "bin" / "samebits"
-    command.parent.mkdir()
-    command.write_text('#!/bin/sh\nexec python -m app "$@"\n')
-    command.chmod(0o755)
+    (folder / ".venv" / ".setup-stamp").write_text("".join([*state, "dev\n"]))  # setup.sh finds nothing to do
     (folder / DATA).unlink(missing_ok=True)
     write_subset(real_csv, folder / DATA, ROWS)
     tickets = pd.read_csv(folder / DATA).set_axis(["category", "text"], axis=1)
@@ -63,12 +56,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory, real_csv: Path) -> Path:
 def start(command: str, clone: Path, *prefix: str) -> subprocess.Popen[str]:
     """Start a command in the clone, as in a shell in which the virtual environment is active."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GLOO_SOCKET_IFNAME")}
-    path = f"{clone / 'bin'}:{clone / '.venv' / 'bin'}:{SYSTEM_PATH}"
+    environment |= {"PATH": f"{clone / '.venv' / 'bin'}:{SYSTEM_PATH}", "HF_HUB_OFFLINE": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     shell = [*prefix, "bash", "-c", command]
-    return subprocess.Popen(
-        shell, cwd=clone, env=environment | {"PATH": path, "HF_HUB_OFFLINE": "1"}, start_new_session=True, **pipes
-    )
+    return subprocess.Popen(shell, cwd=clone, env=environment, start_new_session=True, **pipes)
 
 
 def run(command: str, clone: Path) -> str:
