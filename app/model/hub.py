@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
 
 from ..common.errors import UserError, shorten
@@ -37,7 +37,10 @@ def resolve_commit(settings: ModelSettings) -> str | None:
     on_hub = settings.model not in BUILT_IN and not os.path.isdir(settings.model)
     if settings.revision is not None and not on_hub:
         raise UserError(f"--revision {settings.revision}: {settings.model} is not on the Hub, so it has no revisions")
-    return Path(model_folder(settings)).name if on_hub else None  # the cache has a folder for each commit
+    commit = Path(model_folder(settings)).name if on_hub else None  # the cache has a folder for each commit
+    if settings.model not in BUILT_IN:
+        fetch(AutoConfig, settings, commit)  # raises a mistake before `compare` starts a job
+    return commit
 
 
 def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequence[str] = CONTENT) -> str:

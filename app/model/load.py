@@ -99,9 +99,8 @@ def classifier_config(
     # function asks for a model, but uses its configs only.
     align_special_tokens(SimpleNamespace(config=config, generation_config=None), tokenizer)
     # Ranks that skip different layers must not gather the parameters of a layer together.
-    skips = settings.ddp_find_unused_parameters and settings.strategy in ("ddp", "zero1")
     found = [f"{name} is {value}" for name, value in config.to_dict().items() if "layerdrop" in name and value]
-    if found and not skips:
+    if found and not (settings.ddp_find_unused_parameters and settings.strategy in ("ddp", "zero1")):
         remedy = "use --strategy ddp or zero1 with --ddp_find_unused_parameters"
         raise UserError(f"--model {settings.model}: {found[0]}, so ranks skip different layers: {remedy}")
     if settings.dropout is not None:
@@ -164,9 +163,8 @@ def load_classifier(
 
 def load_weights(settings: Settings, config: PretrainedConfig, commit: str | None) -> Any:
     """Return the classifier, and what `from_pretrained` reports about its weights, some of which may be new."""
-    options = {"config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    # The config may name a shorter type, to which weights and buffers would be rounded.
-    options["dtype"] = training_dtype(settings.precision)
+    dtype = training_dtype(settings.precision)  # the config may name a shorter type, to which all would be rounded
+    options = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     return fetch(AutoModelForSequenceClassification, settings, commit, **options)
 
 
