@@ -60,18 +60,6 @@ def fill_disk() -> None:
         register_optimizer_step_post_hook(count)
 
 
-def wait_before_mkdir() -> None:
-    """Before the folder RUN is created, write the file REACHED and wait for the file RELEASED."""
-
-    def wait(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.mkdir" and os.path.abspath(arguments[0]) == os.environ["RUN"]:
-            Path(os.environ["REACHED"]).touch()
-            while not Path(os.environ["RELEASED"]).exists():
-                time.sleep(0.01)
-
-    sys.addaudithook(wait)
-
-
 def terminate_at_model() -> None:
     """Send SIGTERM to all ranks when rank 0 writes the model at the end and the other ranks have nothing left to do."""
     import transformers

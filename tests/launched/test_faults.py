@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -34,32 +33,6 @@ def start(tmp_path) -> Callable[..., Job]:
         return Job(program, *flags, "--cache_dir=cache", cwd=tmp_path, **options)
 
     return job
-
-
-def content_of(folder: Path) -> dict[str, bytes | None]:
-    """Every file's bytes, by its path; None for a folder."""
-    paths = sorted(folder.rglob("*"))
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
-
-
-# ---- folders of other jobs ---------------------------------------------------------------------------------------
-
-
-def test_a_job_whose_folder_another_one_has_created_meanwhile_is_refused(start, tmp_path):
-    """The job has found that the folder does not exist."""
-    run, reached, released = (tmp_path / name for name in ("run", "reached", "released"))
-    variables = {"RUN": str(run), "REACHED": str(reached), "RELEASED": str(released)}
-    with start(FAULTY, "trainer_run", "wait_before_mkdir", *BRIEF, ranks=0, **variables) as late:
-        late.wait_for(reached.exists)
-        with start("ddp_loop", *BRIEF, ranks=0) as job:
-            assert job.finish().status == 0, job.text
-        before = content_of(run)
-        released.touch()
-        done = late.finish()
-    assert done.status == 2
-    (line,) = done.error_lines
-    assert line.startswith(("error: --output_dir run: ", "error: run: ")), line
-    assert content_of(run) == before
 
 
 # ---- disks -----------------------------------------------------------------------------------------------------------

@@ -23,9 +23,8 @@ pytestmark = [pytest.mark.launched, pytest.mark.slow]
 FLAGS = ["--csv=reviews.csv", "--train_batch_size=16", "--max_length=16", "--dropout=0.1", "--max_steps=9"]
 FLAGS += ["--eval_strategy=steps", "--eval_steps=6", "--save_strategy=no"]  # the evaluation is between profiled steps
 FLAGS += ["--strategy=zero3", "--gradient_accumulation_steps=2", "--logging_steps=4"]
-RUNS = {"plain": TrainingRun("ddp_loop", FLAGS), "profiled": TrainingRun("trainer_run", [*FLAGS, "--profile=3"])}
-RUNS["tracked"] = TrainingRun("trainer_run", [*FLAGS, "--report_to=tensorboard"])
-SHARED_RUNS: SharedRuns = {"two_ranks": RUNS}
+OBSERVED = TrainingRun("trainer_run", [*FLAGS, "--profile=3", "--report_to=tensorboard"])
+SHARED_RUNS: SharedRuns = {"two_ranks": {"plain": TrainingRun("ddp_loop", FLAGS), "observed": OBSERVED}}
 
 
 def write_inputs(folder, csv):
@@ -33,20 +32,17 @@ def write_inputs(folder, csv):
 
 
 @pytest.fixture
-def observed(trained_by, shared_folder):
-    """A function that returns the folder of a run, if it has the results of the plain one."""
-
-    def folder_of(name: str) -> Path:
-        outcomes = trained_by("two_ranks")
-        require_success({run: outcomes[run] for run in ("plain", name)})
-        assert hash_results(shared_folder / name) == hash_results(shared_folder / "plain")
-        return shared_folder / name
-
-    return folder_of
+def observed(trained_by, shared_folder) -> Path:
+    """The folder of the observed run, which has the results of the plain one."""
+    if importlib.util.find_spec("tensorboard") is None:
+        unavailable("TensorBoard is not installed: run bash run_scripts/setup.sh")
+    require_success(trained_by("two_ranks"))
+    assert hash_results(shared_folder / "observed") == hash_results(shared_folder / "plain")
+    return shared_folder / "observed"
 
 
 def test_a_profile_has_the_steps_of_every_rank(observed):
-    profile = observed("profiled") / "profile"
+    profile = observed / "profile"
     assert {file.name for file in profile.iterdir()} == {
         *("trace-rank0.json.gz", "trace-rank1.json.gz", "summary.json", "summary.md")
     }
@@ -64,19 +60,17 @@ def test_a_profile_has_the_steps_of_every_rank(observed):
 
 
 def test_tensorboard_gets_each_value_once_and_in_full_precision(observed):
-    if importlib.util.find_spec("tensorboard") is None:
-        unavailable("TensorBoard is not installed: run bash run_scripts/setup.sh")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 
-    run, logged = observed("tracked"), {}
-    for file in (run / TRACKERS / "tensorboard").glob("events.*"):
+    logged = {}
+    for file in (observed / TRACKERS / "tensorboard").glob("events.*"):
         for event in EventFileLoader(str(file)).Load():
             for value in event.summary.value:
                 if value.tag.startswith(("train/", "eval/", "final/")):
                     assert (value.tag, event.step) not in logged, "logged twice"
                     logged[value.tag, event.step] = make_ndarray(value.tensor).item()
-    for step in read_steps(run):
+    for step in read_steps(observed):
         number = step.pop("step")
         assert {name: logged[f"train/{name}", number] for name in step} == step
-    assert logged["eval/accuracy", 9] == read_run(run).metrics["accuracy"] == logged["final/accuracy", 9]
+    assert logged["eval/accuracy", 9] == read_run(observed).metrics["accuracy"] == logged["final/accuracy", 9]

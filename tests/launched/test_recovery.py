@@ -16,8 +16,11 @@ import app.ddp_loop
 import app.strategies.ddp
 import app.trainer.review_trainer
 import app.trainer_run
+import app.training.prepare
 from app.cli import parse_settings
 from app.common.errors import AgreedError
+from app.runs.folder import lock
+from app.runs.schema import LOCK
 
 FLAGS = ["--train_batch_size=8", "--max_steps=8", "--validation_size=0.1", "--eval_strategy=steps", "--eval_steps=4"]
 FLAGS += ["--save_strategy=steps", "--save_steps=4", "--save_total_limit=9", "--load_best_model_at_end"]
@@ -103,6 +106,20 @@ def test_a_checkpoint_that_its_own_run_removes_meanwhile_is_a_one_line_error(pat
     monkeypatch.setattr(path, "prepare", prepare_late)
     with pytest.raises(AgreedError, match="checkpoint-4: has been removed since this run was started"):
         fine_tune(tmp_path / "new", f"--resume_from_checkpoint={checkpoint}")
+
+
+def test_a_folder_to_which_another_job_has_written_meanwhile_is_refused(fine_tune, tmp_path, monkeypatch):
+    """The job has found that the folder does not exist, and gets its lock only after the other one has ended."""
+    other, late = fine_tune(tmp_path / "other"), tmp_path / "late"
+
+    def lock_late(folder: Path) -> int:
+        shutil.copytree(other, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK))
+        return lock(folder)
+
+    monkeypatch.setattr(app.training.prepare, "lock", lock_late)
+    with pytest.raises(AgreedError, match=r"^--output_dir .*late: exists and is not an empty folder"):
+        fine_tune(late)
+    assert content_of(late) == content_of(other)
 
 
 def test_a_read_only_folder_is_one_line(fine_tune, mount):
