@@ -8,11 +8,10 @@ runs of app.ddp_loop and app.trainer_run, and two flat scripts in app/bench/reci
 padded to --max_length, random order, plain Adam, always fp32) and `Trainer` with its defaults. Training flags apply to
 the first two; --max_length, the batch and the precision also to the others.
 
-Each round trains with every recipe, in jobs of their own, and every second round in the opposite order. Starting,
-evaluating and the first steps do not count. Examples per second are real tokens per second, divided by the mean length
-of a review. MFU is 6 x parameters x real tokens / seconds / peak, without embeddings and padding (Chowdhery et al.
-2022, appendix B, without the attention term); the peak is that of matrix products in the same round. Run it on a
-machine that does nothing else. Writes speed.md and speed.json into `--output_dir` (default: a new one in runs/speed/).
+On a machine that does nothing else, each round trains with every recipe, in jobs of their own, every second round in
+the opposite order. Starting, evaluating and the first steps do not count. Examples per second are real tokens per
+second, divided by the mean length of a review. MFU is 6 x parameters x real tokens / seconds / peak, without embeddings
+and padding (Chowdhery et al. 2022, appendix B); the peak is that of matrix products. Writes speed.md and speed.json.
 """
 
 from __future__ import annotations
