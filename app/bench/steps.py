@@ -119,7 +119,7 @@ def time_steps(
         micro_batches: of each logical rank, that a timed call trains on.
 
     Returns:
-        A column for each variant: seconds per step in each round, and this rank's losses of the first micro-batches.
+        A column for each variant: seconds per step in each round, and losses of two calls (the first update is by 0).
     """
     n = micro_batches or (8 if lab.settings.model == TINY_BERT else 2)
     calls: dict[str, Callable[[], list[torch.Tensor]]] = {}
@@ -133,7 +133,6 @@ def time_steps(
             batches[plan.micro_size] = list(islice(cycle(bench.loader), steps[name] * plan.micro_batches_per_step))
         optimization = bench.optimization(TOTAL_STEPS)
         calls[name] = partial(bench.train_steps, batches[plan.micro_size], optimization, steps=steps[name])
-    # Of two calls, because the learning rate of the first step is 0: the first update shows in the third loss.
     losses = pd.DataFrame({name: pd.Series(torch.cat([*train(), *train()]).tolist()) for name, train in calls.items()})
     times = alternate(calls, STEP_SECONDS * lab.seconds, lab.world) / steps
     lab.page.numbers["seconds"] = times.to_dict("list")
