@@ -34,11 +34,6 @@ def freeze_rank_1(job: Job, folder: Path) -> None:
     frozen.kill()  # torchrun would do so 30 s later
 
 
-def move_run(job: Job, folder: Path) -> None:
-    job.wait_for(lambda: count_steps(folder / "run") >= 5)
-    (folder / "run").rename(folder / "moved")
-
-
 @dataclass(frozen=True)
 class Case:
     """A job that fails.
@@ -76,9 +71,6 @@ CASES = {
     "a rank without a GPU": Case(ON_GPUS, "rank(s) 1 (", FAULTY, environment={"GPUS": "2,0"}),
     "a rank with another flag": Case(
         ON_GPUS, "rank 1: unknown argument --lerning_rate", FAULTY, environment={"GPUS": "2,2", "UNKNOWN_FLAG_ON": "1"}
-    ),
-    "a rank that writes": Case(
-        ENDLESS, "run: the run's folder is gone", "trainer_run", rank_status=1, during=move_run, writes="moved"
     ),
     "a frozen rank": Case(
         *(ENDLESS, "rank 0 lost contact with rank(s) 1, after step"),

@@ -50,12 +50,12 @@ def test_a_full_disk_ends_the_run_if_that_is_requested(started):
         do_steps(record)
 
 
-@pytest.mark.parametrize("end", [do_steps, finish])
-def test_a_run_whose_folder_is_gone_ends_and_does_not_create_it_again(started, end):
+@pytest.mark.parametrize(("end", "problem"), [(do_steps, "run: the run's folder is gone"), (finish, "predictions.csv")])
+def test_a_run_whose_folder_is_gone_ends_and_does_not_create_it_again(started, end, problem):
     record = started()
     do_steps(record)
     record.folder.rename(record.folder.with_name("elsewhere"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=problem):
         end(record)
     assert not record.folder.exists()
 
