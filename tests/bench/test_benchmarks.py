@@ -57,7 +57,6 @@ def test_a_step_that_differs_from_the_plan_ends_the_benchmark(lab, monkeypatch, 
 
 
 def test_every_strategy_that_supports_the_settings_is_measured():
-    assert [one.strategy for one in with_each_strategy(Settings())] == list(STRATEGIES)
     assert [one.strategy for one in with_each_strategy(Settings(ddp_comm_hook="bf16"))] == ["ddp", "zero1"]
     offloaded = with_each_strategy(Settings(strategy="zero3", cpu_offload=True))
     assert [one.cpu_offload for one in offloaded] == [False, False, False, True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -128,17 +127,6 @@ def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path, saved_by
         assert all(parameter.grad is None for parameter in resumed.model.parameters())
 
 
-def test_the_files_are_tensors_and_numbers_neither_code_nor_random_states(saved):
-    shard = SHARDS.format(rank=0, size=1)
-    assert sorted(path.name for path in saved.iterdir()) == [SCHEDULE, shard]
-    names = load_file(saved / shard).keys()
-    assert {name.partition(".")[0] for name in names} == {"model", "exp_avg", "exp_avg_sq", "step"}
-    content = json.loads((saved / SCHEDULE).read_text())
-    assert content.keys() == {"schedule", "loss_scale"}
-    assert content["schedule"]["last_epoch"] == 1
-    assert "lr_lambdas" not in content["schedule"]
-
-
 # ---- several ranks: a state moves between layouts -------------------------------------------------------------------
 
 LAYOUTS: list[Layout] = [("ddp", 1), ("ddp", 2), ("zero1", 2), ("zero1", 3), ("zero2", 2)]
@@ -155,6 +143,7 @@ def test_a_state_is_the_same_after_each_pair_of_strategies_and_numbers_of_ranks(
         training.optimization.loss_scale.value.fill_(2.0**-7)
         training.save(tmp_path)
     expected, schedule = load_file(tmp_path / SHARDS.format(rank=0, size=1)), (tmp_path / SCHEDULE).read_text()
+    assert {name.partition(".")[0] for name in expected} == {"model", "exp_avg", "exp_avg_sq", "step"}
     # A thread for each rank: DTensor caches the rows of a rank by its mesh, which differs between threads.
     threads = [ThreadPoolExecutor(1) for _ in range(7)]
 

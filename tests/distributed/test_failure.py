@@ -112,9 +112,9 @@ def raised_by_bert(monkeypatch):
     return fail
 
 
-def test_a_limit_of_the_model_is_one_line_of_one_rank(printed, raised_by_bert):
+def test_a_limit_of_the_model_is_one_line_of_the_first_rank_that_knows_it(printed, raised_by_bert):
     line = "error: rank 0 failed outside of training: index out of range in self"
-    assert printed(raised_by_bert(), raised_by_bert()) == [line]
+    assert printed(raised_by_bert(), raised_by_bert(), LOST) == [line]
 
 
 def test_too_little_gpu_memory_is_not_called_a_failure_of_the_model(printed, raised_by_bert):
@@ -130,12 +130,6 @@ def test_a_defect_of_this_program_inside_a_model_keeps_its_traceback(printed, ra
     assert lines[0].startswith("Traceback ")
     assert any("modeling_bert" in line for line in lines)
     assert lines[-1].startswith("error: rank 0 failed outside of training: 'NoneType' object has no attribute")
-
-
-def test_only_the_first_rank_that_knows_a_cause_prints_it(printed):
-    lines = printed(ValueError("one"), ValueError("two"), LOST)
-    errors = [line for line in lines if line.startswith("error: ")]
-    assert errors == ["error: rank 0 failed outside of training: one"]
 
 
 def test_without_a_cause_the_lowest_surviving_rank_names_those_that_do_not_answer(printed, monkeypatch):

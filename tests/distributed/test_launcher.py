@@ -74,7 +74,6 @@ def test_a_job_does_not_take_over_the_ranks_of_this_process(monkeypatch):
         (8, {}, "1", 8),
         (8, {"use_cpu": True}, "1", 2),
         (6, {"train_batch_size": 48}, "1", 6),
-        (6, {"train_batch_size": 48, "gradient_accumulation_steps": 4}, "1", 6),
         (6, {"train_batch_size": 48}, "1:3", 4),
         (6, {"per_device_train_batch_size": 5}, "1", 6),
         (6, {"logical_ranks": 8}, "1", 4),

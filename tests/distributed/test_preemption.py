@@ -12,19 +12,13 @@ from app.distributed import preemption
 from app.distributed.preemption import SIGNALS, StopRequest
 
 
-def test_a_signal_is_reported_one_step_later_and_ignored_after_the_last_step(world):
+@pytest.mark.parametrize(("number", "is_ignored"), [("SIGUSR1", False), ("SIGHUP", False), ("SIGHUP", True)])
+def test_a_signal_is_a_request_one_step_later_unless_nohup_ignores_it(world, number, is_ignored):
+    signal.signal(signal.Signals[number], signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     with StopRequest(world) as stop:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert [stop.requested(), stop.requested()] == [False, True]
+        os.kill(os.getpid(), signal.Signals[number])
+        assert [stop.requested(), stop.requested()] == [False, not is_ignored]
     assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * len(SIGNALS)
-
-
-def test_a_hangup_is_a_request_unless_nohup_ignores_it(world):
-    for ignored in (signal.SIG_DFL, signal.SIG_IGN):
-        signal.signal(signal.SIGHUP, ignored)
-        with StopRequest(world) as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert [stop.requested(), stop.requested()] == [False, ignored is signal.SIG_DFL]
 
 
 def test_only_a_second_request_ends_the_process(world, monkeypatch):

@@ -14,8 +14,6 @@ import pytest
 import torch
 from helpers.architectures import CONFIGS, SMALL
 from helpers.worlds import batch_plan, process_group_of
-from hypothesis import given
-from hypothesis import strategies as st
 from plan.plans import Shapes, plan_of
 from transformers import AutoModelForSequenceClassification, BertConfig, DistilBertConfig, MixtralConfig
 
@@ -25,7 +23,7 @@ from app.distributed.world import Topology
 from app.model.dropout import checkpoint_activations
 from app.model.precision import training_dtype
 from app.plan.step import plan_step
-from app.plan.traffic import ALL, BETWEEN, INSIDE, Collective, gradient_buckets, plan_traffic
+from app.plan.traffic import ALL, BETWEEN, INSIDE, Collective, plan_traffic
 from app.settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
 from app.training.build import select_strategy
 
@@ -141,19 +139,3 @@ def test_gpus_gather_averages_in_one_collective():
     )
     assert on_cpus == Collective("gradients", "bucket 1", "broadcast", 40, times=4)
     assert on_gpus == Collective("gradients", "bucket 1", "all-gather", 160)
-
-
-@given(st.lists(st.integers(1, 400_000), min_size=1, max_size=30), st.sampled_from([None, 1, 2]), st.booleans())
-def test_buckets_hold_each_gradient_once_and_end_when_they_are_full(sizes, cap, find_unused):
-    model = Shapes([(size,) for size in sizes])
-    flags = {"ddp_bucket_cap_mb": cap, "ddp_find_unused_parameters": find_unused}
-    buckets = gradient_buckets(plan_of(model, "ddp", Topology(2, 2), **flags))
-    together = [id(parameter) for bucket in buckets for parameter in bucket]
-    assert sorted(together) == sorted(map(id, model.parameters()))
-    limits = [(cap or 1) * 2**20, (cap or 25) * 2**20]
-    filled = buckets[::-1] if find_unused else buckets
-    for number, bucket in enumerate(filled):
-        limit = limits[min(number, 1)]
-        *before, last = [4 * parameter.numel() for parameter in bucket]
-        assert sum(before) < limit
-        assert number == len(filled) - 1 or sum(before) + last >= limit

@@ -110,10 +110,3 @@ def test_no_line_is_missing_or_repeated_once_there_is_room_on_a_full_disk(tmp_pa
         assert "".join(kept + lines[:number]).encode().startswith(path.read_bytes())
     log.flush()
     assert path.read_text() == "".join(kept + lines)
-
-
-def test_a_log_without_lines_or_without_its_folder_is_not_created(tmp_path):
-    MetricsLog(tmp_path / "evaluations.jsonl").flush()
-    with pytest.raises(FileNotFoundError):
-        MetricsLog(tmp_path / "gone" / "steps.jsonl").append(["1\n"])
-    assert not list(tmp_path.iterdir())

@@ -128,6 +128,7 @@ LAYOUTS = [  # ranks, on each node, micro-batches of a logical rank, and which l
     (5, 5, 1, ALL * 5),  # the tree has unpaired leaves
     (4, 2, 1, ALL * 8),  # first inside the nodes, then between them
     (6, 2, 1, ALL * 6),
+    (6, 3, 1, ALL * 6),  # the tree adds ranks of two nodes before a node is complete
 ]
 
 
@@ -188,8 +189,9 @@ def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(ho
     model, steps, uses = TwoBlocks(), torch.randn(1, 2, 1, 4, 6), [True] * 2
     model.out.weight = nn.Parameter(torch.randn(6, 2).t())
     leaves = gradients_of_logical_ranks(copy.deepcopy(model), steps[0], uses)
-    [[(gradients, _)]] = on_ranks(lambda world: train(world, model, steps, uses, ddp_comm_hook=hook), 1)
+    [[(gradients, norm)]] = on_ranks(lambda world: train(world, model, steps, uses, ddp_comm_hook=hook), 1)
     assert torch.equal(gradients, add_neighbors([(leaf / 2).to(dtype) for leaf in leaves]).float())
+    assert norm == gradients.double().norm().float()
 
 
 def test_only_the_partial_sums_of_complete_subtrees_are_held():

@@ -36,13 +36,9 @@ PER_DEVICE = recorded(**PER_DEVICE_16, logical_ranks=4)
 CASES = {
     "a new run has one logical rank per process": ({"train_batch_size": 48}, {}, 3, (48, 3, 2)),
     "a resumed run keeps those of the run so far": ({"train_batch_size": 48}, recorded(), 1, (48, 2, 3)),
-    "also with more processes": ({"train_batch_size": 48}, recorded(logical_ranks=8), 4, (48, 8, 3)),
-    "three are possible": ({"train_batch_size": 48}, recorded(logical_ranks=3), 3, (48, 3, 3)),
     "requested ones are kept": ({"logical_ranks": 8, "threads": 2}, recorded(), 2, (32, 8, 2)),
     "the same batch per rank is the same global batch": (PER_DEVICE_16, PER_DEVICE, 1, (32, 4, 3)),
-    "also on 4 ranks": (PER_DEVICE_16, PER_DEVICE, 4, (32, 4, 3)),
     "another one is used as given": ({"per_device_train_batch_size": 64}, PER_DEVICE, 1, (64, 4, 3)),
-    "as is a global batch": ({"train_batch_size": 64}, PER_DEVICE, 1, (64, 4, 3)),
     "the run so far was given a global batch": (PER_DEVICE_16, recorded(), 1, (16, 2, 3)),
 }
 

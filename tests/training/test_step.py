@@ -47,7 +47,7 @@ def test_the_learning_rate_rises_over_a_number_or_share_of_steps_and_falls_to_ze
 # ---- a norm that is not finite ---------------------------------------------------------------------------------------
 
 
-def train(*factors: float, guarded: bool = True) -> list[list[torch.Tensor]]:
+def train(*factors: float) -> list[list[torch.Tensor]]:
     """Train a step for each factor of the loss. Return the weights and the optimizer's state after each."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 2))
@@ -56,17 +56,11 @@ def train(*factors: float, guarded: bool = True) -> list[list[torch.Tensor]]:
         optimizer.zero_grad()
         (model(torch.ones(3, 5)).square().sum() * factor).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if guarded:
-            skip_step_if_nonfinite(optimizer, norm)
+        skip_step_if_nonfinite(optimizer, norm)
         optimizer.step()
         states = [optimizer.state[parameter].values() for parameter in model.parameters()]
         found.append(copy.deepcopy([*model.state_dict().values(), *(value for state in states for value in state)]))
     return found
-
-
-def test_finite_steps_are_bitwise_identical_to_unguarded_steps():
-    for guarded, plain in zip(train(1, 1, 1), train(1, 1, 1, guarded=False), strict=True):
-        assert all(map(torch.equal, guarded, plain))
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
