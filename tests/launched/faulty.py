@@ -10,12 +10,9 @@ import os
 import runpy
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -58,22 +55,6 @@ def fill_disk() -> None:
 
     if RANK == "0":
         register_optimizer_step_post_hook(count)
-
-
-def terminate_at_model() -> None:
-    """Send SIGTERM to all ranks when rank 0 writes the model at the end and the other ranks have nothing left to do."""
-    import transformers
-
-    save: Callable[..., Any] = transformers.PreTrainedModel.save_pretrained
-
-    def terminate_first(*arguments: Any, **named: Any) -> Any:
-        time.sleep(1)  # a rank that does not wait for the results leaves now
-        for process in psutil.Process(os.getppid()).children():
-            if "RANK" in process.environ():
-                process.send_signal(signal.SIGTERM)
-        return save(*arguments, **named)
-
-    transformers.PreTrainedModel.save_pretrained = terminate_first  # type: ignore[assignment]
 
 
 def simulate_gpus() -> None:

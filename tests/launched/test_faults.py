@@ -66,10 +66,10 @@ def test_a_completely_full_disk(start, mount, path_name, then):
 # ---- requests to stop ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["terminate_at_model", "signal_in_evaluation"])
 @pytest.mark.parametrize("path_name", PATHS)
-def test_ranks_that_are_asked_to_stop_at_the_end_of_a_run_finish_it(start, tmp_path, path_name, moment):
-    with start(FAULTY, path_name, moment, *BRIEF, SIGNAL="SIGUSR1") as job:  # BRIEF has one evaluation, after all steps
+def test_ranks_that_are_asked_to_stop_at_the_end_of_a_run_finish_it(start, tmp_path, path_name):
+    # BRIEF has one evaluation, after all steps.
+    with start(FAULTY, path_name, "signal_in_evaluation", *BRIEF, SIGNAL="SIGTERM") as job:
         done = job.finish()
     assert (done.status, done.error_lines) == (0, []), done.err
     read_run(tmp_path / "run")
