@@ -1,6 +1,6 @@
 """A training program with a fault: `faulty.py ddp_loop fill_disk [flags]`.
 
-Faults are injected through hooks of PyTorch, transformers and Python, so that they depend on no function of `app`. They
+Faults are injected through hooks of PyTorch and Python, so that they depend on no function of `app`. They
 take what else they need from environment variables.
 """
 
