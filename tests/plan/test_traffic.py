@@ -32,11 +32,13 @@ LENGTH = 8
 MODELS = CONFIGS | {
     # Dimensions that no number of ranks divides, and gradients of more than 1 MiB.
     "uneven": BertConfig(hidden_size=33, num_hidden_layers=2, num_attention_heads=3, intermediate_size=3001),
+    # Fills buckets of 25 MiB.
+    "large": BertConfig(hidden_size=33, num_hidden_layers=2, num_attention_heads=3, intermediate_size=120_001),
     "frozen": DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=32, sinusoidal_pos_embds=True),
     "mixtral": MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2),
 }
 # Beside that one: tied weights, parameters without a gradient, one that is not trained, a mixture of experts, buffers.
-FAST = ("uneven", "bart", "xlnet", "frozen", "mixtral", "batch_norm")
+FAST = ("uneven", "large", "bart", "xlnet", "frozen", "mixtral", "batch_norm")
 FP32_PARTS = ("fnet", "batch_norm")  # compute with parameters in fp32 on purpose
 PARAM_BF16 = {"precision": "bf16", "param_dtype": "bf16"}
 FSDP_BF16 = PARAM_BF16 | {"reduce_dtype": "bf16"}
