@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,12 +18,21 @@ pytestmark = pytest.mark.launched
 def script(tmp_path: Path) -> Callable[..., Job]:
     """A job that runs a text as a Python script: `script("print(1)", ranks=2)`."""
 
-    def write(text: str, ranks: int = 0, real: bool = False) -> Job:
+    def write(text: str, *flags: Any, ranks: int = 0, **options: Any) -> Job:
         path = tmp_path / "script.py"
         path.write_text(text)
-        return Job(str(path), cwd=tmp_path, ranks=ranks, real=real)
+        return Job(str(path), *flags, cwd=tmp_path, ranks=ranks, **options)
 
     return write
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_job_gets_its_command_line_environment_and_folder(script, tmp_path, ranks):
+    text = "import os, sys; print(sys.argv[1:], os.environ['X'], os.getcwd(), os.environ.get('RANK'), flush=True)"
+    with script(text, "--a", "b", ranks=ranks, X="y") as job:
+        done = job.finish(60)
+    expected = {f"['--a', 'b'] y {tmp_path} {rank}" for rank in (range(ranks) if ranks else [None])}
+    assert (done.status, {*done.out.splitlines()}) == (0, expected)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +56,14 @@ def test_a_job_that_dies_has_the_status_of_a_process(script, text, status, line)
     assert all(line is None or line in done.err.splitlines() for done in finished)
 
 
+def test_the_first_rank_that_dies_ends_a_job(script):
+    text = "import os, signal\nif os.environ['RANK'] == '1': os._exit(3)\nsignal.pause()"
+    with script(text, ranks=3) as job:
+        done = job.finish(60)
+    assert done.status == 1
+    assert "exitcode  : 3" in done.err, "torchrun's own report"
+
+
 def test_a_job_that_hangs_reaches_its_limit_and_is_killed_with_all_that_it_started(script):
     text = "import signal, subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True); signal.pause()"
     with script(text, ranks=2) as job:
@@ -61,3 +79,22 @@ def test_a_process_that_a_job_leaves_behind_is_found_and_killed(script):
         with pytest.raises(AssertionError, match="left processes behind"):
             job.finish(60, patience=1)
         assert job.processes() == []
+
+
+def test_a_job_that_floods_its_output_finishes(script):
+    text = "import sys\nfor file in (sys.stdout, sys.stderr):\n    file.write('x' * 50_000_000)"
+    with script(text) as job:
+        done = job.finish(60)
+    assert (done.status, len(done.out), len(done.err)) == (0, 50_000_000, 50_000_000)
+
+
+def test_nothing_is_left_for_the_next_job(script):
+    change = "import os, torch, app.settings; os.environ['Y'] = '1'; torch.manual_seed(5); app.settings.Settings = None"
+    look = "import os, torch, app.settings; print(os.environ.get('Y'), torch.initial_seed(), app.settings.Settings)"
+    with script(look) as job:
+        before = job.finish(60)
+    with script(change) as job:
+        job.finish(60)
+    with script(look) as job:
+        assert job.finish(60).out == before.out
+    assert before.out.startswith("None ")
