@@ -76,55 +76,24 @@ def new_state(layout: Layout, world: World, seed: int, dtype: torch.dtype = torc
     return Training(model, optimization, strategy, world, wrapped)
 
 
-def train(training: Training, first: int, steps: int) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
+def train(training: Training, steps: int) -> None:
+    for step in range(steps):
         seed_generators(42, step, 0)
         x = torch.randn(4, 6, dtype=training.model.mean.dtype)
         with training.strategy.accumulate(training.wrapped, 0):
-            loss = training.wrapped(x)
-            loss.backward()
+            training.wrapped(x).backward()
         training.optimization.optimizer.step()
         training.optimization.scheduler.step()
         training.optimization.optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-# ---- one rank: training resumes --------------------------------------------------------------------------------------
-
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
     with process_group_of(0, 1) as world:
         training = new_state(("ddp", 1), world, seed=0)
-        train(training, 0, 1)
+        train(training, 1)
         training.save(tmp_path)
     return tmp_path
-
-
-@pytest.mark.parametrize("saved_by", STRATEGIES)
-@pytest.mark.parametrize("loaded_by", STRATEGIES)
-def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path, saved_by, loaded_by):
-    with process_group_of(0, 1) as world:
-        training = new_state((saved_by, 1), world, seed=0)
-        train(training, 0, 5)
-        with torch.no_grad():  # after an evaluation, zero2 still has the complete parameters
-            training.model.eval()(torch.randn(4, 6))
-        training.model.train()
-        training.save(tmp_path)
-        uninterrupted = train(training, 5, 7)
-        resumed = new_state((loaded_by, 1), world, seed=1)
-        train(resumed, 0, 2)  # its state differs from the saved one
-        resumed.load(tmp_path)
-        assert train(resumed, 5, 7) == uninterrupted
-        weights, found = (one.strategy.gather_model_state(one.model) for one in (training, resumed))
-        assert_close(found, weights, rtol=0, atol=0)
-        assert resumed.model.out.weight is resumed.model.into.weight, "the weights are no longer tied"
-        assert resumed.model.temporary.tolist() == [1.0] * 4, "not part of the model's state"
-        assert all(parameter.grad is None for parameter in resumed.model.parameters())
 
 
 # ---- several ranks: a state moves between layouts -------------------------------------------------------------------
@@ -139,11 +108,12 @@ def test_a_state_is_the_same_after_each_pair_of_strategies_and_numbers_of_ranks(
     """Loading and saving send nothing, so the ranks can do it one after another."""
     with process_group_of(0, 1) as world:  # in fp64, so that a value that is rounded on the way is noticed
         training = new_state(("ddp", 1), world, seed=0, dtype=torch.float64)
-        train(training, 0, 3)
+        train(training, 3)
         training.optimization.loss_scale.value.fill_(2.0**-7)
         training.save(tmp_path)
     expected, schedule = load_file(tmp_path / SHARDS.format(rank=0, size=1)), (tmp_path / SCHEDULE).read_text()
     assert {name.partition(".")[0] for name in expected} == {"model", "exp_avg", "exp_avg_sq", "step"}
+    assert "model.temporary" not in expected, "not part of the model's state"
     # A thread for each rank: DTensor caches the rows of a rank by its mesh, which differs between threads.
     threads = [ThreadPoolExecutor(1) for _ in range(7)]
 

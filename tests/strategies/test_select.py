@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from helpers.worlds import batch_plan
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer
 
+from app.checkpoint.state import TrainingState
 from app.ddp_loop import train_step
 from app.distributed.world import World
 from app.settings import Settings
@@ -30,25 +33,33 @@ def new_model(name: str) -> PreTrainedModel:
     return AutoModelForSequenceClassification.from_config(config)
 
 
-def train(strategy_name: str, world: World, name: str) -> dict[str, torch.Tensor]:
-    """Train two steps, with an evaluation after each one. Return all that has to be bitwise identical."""
-    settings = Settings(strategy=strategy_name, learning_rate=1e-2, warmup_steps=0, dropout=0.1)
-    plan, model = batch_plan(1, 2), new_model(name)
-    strategy = select_strategy(settings, plan, world)
-    wrapped = strategy.wrap(model)
-    optimizer = build_optimizer(wrapped, settings, strategy=strategy)
-    scheduler = build_scheduler(optimizer, settings, plan.total_steps)
-    optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
+def train(strategies: Sequence[str], world: World, name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Train four steps, with an evaluation after each one. Return all that has to be bitwise identical.
+
+    Each strategy resumes from a checkpoint of the one before. After an evaluation, zero2 still has the complete
+    parameters.
+    """
+    plan, steps, found = batch_plan(1, 2), 4 // len(strategies), {}
     ids = torch.randint(6, 50, (2, 2, 7), generator=torch.Generator().manual_seed(1))  # micro-batches, rows, tokens
     ids[..., -1] = 2  # BART classifies the end-of-sequence token
     batches = [{"input_ids": rows, "labels": torch.tensor([0, 1])} for rows in ids]
-    found = {}
-    for step in range(2):
-        found[f"losses {step}"], found[f"norm {step}"] = train_step(
-            wrapped, batches, step, optimization=optimization, strategy=strategy, settings=settings
-        )
-        with torch.no_grad():
-            found[f"logits {step}"] = logits = model.eval()(input_ids=ids[0]).logits
+    for number, strategy_name in enumerate(strategies):
+        settings = Settings(strategy=strategy_name, learning_rate=1e-2, warmup_steps=0, dropout=0.1)
+        model, strategy = new_model(name), select_strategy(settings, plan, world)
+        wrapped = strategy.wrap(model)
+        optimizer = build_optimizer(wrapped, settings, strategy=strategy)
+        scheduler = build_scheduler(optimizer, settings, plan.total_steps)
+        optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
+        state = TrainingState(model, optimization, strategy, world)
+        if number > 0:
+            state.load(folder)
+        for step in range(number * steps, (number + 1) * steps):
+            found[f"losses {step}"], found[f"norm {step}"] = train_step(
+                wrapped, batches, step, optimization=optimization, strategy=strategy, settings=settings
+            )
+            with torch.no_grad():
+                found[f"logits {step}"] = logits = model.eval()(input_ids=ids[0]).logits
+        state.save(folder)
     weights = strategy.gather_model_state(model)
     plain = new_model(name).eval()
     plain.load_state_dict(weights)
@@ -58,10 +69,10 @@ def train(strategy_name: str, world: World, name: str) -> dict[str, torch.Tensor
 
 # bart: tied embeddings, and several blocks that use the encoder's output. batch_norm: buffers.
 @pytest.mark.parametrize("name", ["gpt2", "deep_bart", "batch_norm"])
-def test_every_strategy_trains_to_the_same_bits(world, name):
-    expected = train("ddp", world, name)
-    for strategy in ("zero1", "zero2", "zero3"):
-        assert_close(train(strategy, world, name), expected, rtol=0, atol=0)
+def test_every_strategy_trains_to_the_same_bits_and_resumes_from_another(world, tmp_path, name):
+    expected = train(["ddp"], world, name, tmp_path)
+    for strategies in (["ddp", "zero1"], ["zero1", "zero2"], ["zero2", "zero3"], ["zero3", "ddp"]):
+        assert_close(train(strategies, world, name, tmp_path), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
