@@ -8,8 +8,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 
 from app import compare, jobs
-from app.bench import memory, traffic
-from app.plan import __main__ as plan
+from app.bench import memory
 from app.program import run_program
 from app.settings import Settings
 
@@ -35,7 +34,6 @@ def test_a_job_gets_these_settings_even_if_it_has_other_defaults(monkeypatch, se
     command = started.call_args.args[0]
     flags = command[command.index("app.bench.memory") + 1 :]
     assert memory.PROGRAM.parse(flags)[0] == settings
-    assert plan.PROGRAM.only - {"output_dir"} == memory.PROGRAM.only == traffic.PROGRAM.only, "with --measure"
 
 
 def test_of_the_runs_that_are_compared_the_first_prints_its_block(review_csv, monkeypatch, tmp_path):

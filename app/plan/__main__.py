@@ -4,16 +4,16 @@
     python -m app.plan --ranks 16 --ranks_per_node 8
     python -m app.plan --ranks 8 --strategy zero3 --precision bf16 --device_memory 24GiB
 
-Rows are assumed to be padded to `--max_length`, which is the most memory that a batch can need. With `--measure`, a few
-steps are trained under each strategy on this machine, and measured values are printed next to the predicted ones.
-docs/strategies.md explains the formulas.
+Takes the flags or the --config of the training run that it is about. Rows are assumed to be padded to `--max_length`,
+which is the most memory that a batch can need. With `--measure`, a few steps are trained under each strategy on this
+machine, and measured values are printed next to the predicted ones. docs/strategies.md explains the formulas.
 """
 
 from __future__ import annotations
 
 from ..cli import OneLineParser, count
 from ..program import Program, run_program, select_precision
-from ..settings import OF_A_STEP, Settings
+from ..settings import OF_A_STEP, TYPES, Settings
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -23,13 +23,12 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--measure", action="store_true", help="train a few steps, and print measured values as well")
 
 
-PROGRAM = Program(__doc__, add_arguments, only=OF_A_STEP | {"output_dir"})
+PROGRAM = Program(__doc__, add_arguments, only=TYPES.keys() - {"dry_run"})
 if __name__ == "__main__":
     PROGRAM.check_command_line()  # before torch is imported, which takes seconds
 
 import argparse
 import sys
-from dataclasses import replace
 
 from accelerate.utils import convert_file_size_to_int
 
@@ -79,10 +78,11 @@ def measure(settings: Settings, ranks: int) -> None:
         RunError: a benchmark failed, or measured something else than was predicted.
     """
     rows = settings.csv if settings.dataset_name else str(settings.csv_path)  # those of the plan
+    of_a_step = Settings(**{name: getattr(settings, name) for name in OF_A_STEP} | {"csv": rows})
     for name in ("bench.memory", "bench.traffic"):
         benchmark = f"{PACKAGE}.{name}"
         print(f"\n# Measured: {benchmark}\n", flush=True)
-        status = run_job(benchmark, replace(settings, csv=rows, output_dir=None), ranks)
+        status = run_job(benchmark, of_a_step, ranks)
         if status != 0:
             raise RunError(f"{benchmark} failed with exit status {status}")
 

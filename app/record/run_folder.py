@@ -13,6 +13,7 @@ from ..cli import command_line
 from ..common.files import write_json, write_text
 from ..common.machine import git_commit, kernels
 from ..runs.folder import point_latest
+from ..runs.reader import read_object
 from ..runs.schema import EVALUATIONS, SETTINGS, SPLIT, STEPS
 from ..training.prepare import Preparation
 
@@ -32,6 +33,9 @@ def write_description(run: Preparation, wrapper: str) -> None:
         OSError: the folder cannot be written.
     """
     start = {"command": command_line(), "date": datetime.now(UTC).isoformat(" ", "seconds")}
+    if run.resume.folder is not None:  # a run that continues in its folder keeps the command that started it
+        recorded = read_object(run.folder, SETTINGS)
+        start = {key: recorded.get(key, value) for key, value in start.items()}
     write_json(run.folder / SETTINGS.name, settings_content(run) | start | {"wrapper": wrapper})
     write_json(run.folder / SPLIT.name, split_content(run))
     for log in (run.folder / STEPS, run.folder / EVALUATIONS):

@@ -18,6 +18,7 @@ import torch
 from helpers.jobs import SAMPLE_CSV
 
 from app import ddp_loop, trainer_run
+from app.bench import memory, traffic
 from app.checkpoint.resume import Resume
 from app.cli import as_flags
 from app.distributed.world import Topology
@@ -59,7 +60,7 @@ def verdict(text: str) -> str:
 def test_the_plan_is_printed_and_written_before_it_is_measured(tmp_path, monkeypatch, capsys, status):
     started = []
     monkeypatch.setattr(module, "run_job", lambda *arguments: started.append(arguments) or status)
-    changes = {"gradient_accumulation_steps": 2, "threads": 1, "output_dir": str(tmp_path / "plan")}
+    changes = {"gradient_accumulation_steps": 2, "threads": 1, "output_dir": str(tmp_path / "plan"), "max_steps": 9}
     flags = ["--ranks=2", "--device_memory=16MiB", "--measure", *as_flags(Settings(**SETTINGS | changes))]
     monkeypatch.setattr(sys, "argv", ["plan", *flags])
     assert run_program(module.main) == status
@@ -69,6 +70,9 @@ def test_the_plan_is_printed_and_written_before_it_is_measured(tmp_path, monkeyp
     assert "into 16.0 MiB fits: `ddp`, " in text
     assert [name for name, _, _ in started] == ["app.bench.memory", "app.bench.traffic"][: 2 - status]
     assert {(settings.threads, settings.max_length, ranks) for _, settings, ranks in started} == {(1, 16, 2)}
+    for benchmark, (_, settings, _) in zip((memory, traffic), started, strict=False):
+        flags = [f"--model={settings.model}", *as_flags(settings)]
+        assert benchmark.PROGRAM.parse(flags)[0] == settings, "without --max_steps, which it lacks"
     assert ("app.bench.memory failed" in err) == bool(status)
 
 
