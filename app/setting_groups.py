@@ -1,6 +1,6 @@
 """The settings of a training run, in the groups in which `--help` lists them, with defaults, types and ranges.
 
-Names follow `transformers.TrainingArguments`, with one deliberate exception: `train_batch_size` is the *global* batch
+Most names are those of `transformers.TrainingArguments`. Batch sizes are not: `train_batch_size` is the *global* batch
 size, which is divided among ranks and accumulation steps, so that one process and eight train on the same batches.
 
 A setting is declared once: `name: Annotated[type, "help"] = default`, with the fact `EVERYDAY` if most users need it:
@@ -215,7 +215,7 @@ class EvaluationSettings:
 class CheckpointSettings:
     """checkpoints and resuming"""
 
-    save_strategy: Annotated[When, "when to save a checkpoint"] = "epoch"
+    save_strategy: Annotated[When, EVERYDAY, "when to save a checkpoint"] = "epoch"
     save_steps: Annotated[Count, EVERYDAY, "optimizer steps between checkpoints with --save_strategy steps"] = 500
     save_total_limit: Annotated[Count, "number of checkpoints to keep; older ones are deleted"] = 2
     on_save_failure: Annotated[

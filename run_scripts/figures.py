@@ -190,13 +190,13 @@ def result_row(figure: Figure) -> list[str]:
 
 
 def settings_page() -> str:
-    """Return settings.md: the settings of every day, and the others by group."""
+    """Return settings.md: common settings, and the others by group."""
     parts = [f"# Settings\n\n{GENERATED} `--help_all` prints them for each program, with only those that it has.\n"]
-    sections = {"settings of every day": [field for group in GROUPS for field in fields(group)]}
+    sections = {"common settings": [field for group in GROUPS for field in fields(group)]}
     sections |= {str(group.__doc__): [*fields(group)] for group in GROUPS}
     for title, members in sections.items():
-        of_every_day = title == next(iter(sections))
-        rows = [setting_row(f.name, f.default) for f in members if (f.name in EVERYDAY_SETTINGS) == of_every_day]
+        are_common = title == next(iter(sections))
+        rows = [setting_row(f.name, f.default) for f in members if (f.name in EVERYDAY_SETTINGS) == are_common]
         parts.append(f"## {title[0].upper()}{title[1:]}\n")
         parts.append(markdown_table(["setting", "default", "meaning"], rows, text_columns=3))
     return "\n".join(parts)

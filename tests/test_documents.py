@@ -110,6 +110,8 @@ def test_files_that_are_named_exist():
         if file in PAGES:
             for path in re.findall(r"`((?:app|docs|tests|run_scripts)/[\w./]+)`", text):
                 assert (PROJECT / path).exists(), f"{file}: {path}"
+            for path, name in re.findall(r"`(?:tests/)?((?:\w+/)?test_\w+\.py)(?:::(\w+))?", text):
+                assert f"def {name or 'test'}" + "(" * bool(name) in (PROJECT / "tests" / path).read_text("utf-8"), name
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name.startswith("learn")], ids=lambda page: page.name)

@@ -72,7 +72,7 @@ def occurring_tokens(rows: Dataset) -> NDArray[np.int64]:
 
 
 def describe_unknown(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Count the reviews in which a quarter of the tokens or more, special ones aside, are unknown; None for none."""
+    """Count the reviews with a quarter or more unknown tokens, not counting special ones; None for none."""
     n = 0
     for chunk in rows.data["input_ids"].chunks:
         tokens = chunk.flatten().to_numpy()
