@@ -94,7 +94,7 @@ def clean(
     Raises:
         UserError: There is no column, no usable row or only one class.
     """
-    path = sources["train"].path
+    path, notes = sources["train"].path, sources["train"].notes
     frames = {part: _read_columns(source, columns) for part, source in sources.items()}
     hashes = {part: source.sha256 or _hash_rows(frames[part]) for part, source in sources.items()}
     frame = pd.concat(frames)
@@ -159,7 +159,7 @@ def clean(
         texts=texts,
         labels=np.array(class_ids, dtype=np.int64)[codes],
         parts={part: np.flatnonzero(parts == part) for part in dict.fromkeys(parts)} if len(sources) > 1 else {},
-        notes=sources["train"].notes,
+        notes=(*notes, *(f"{part}: {note}" for part, s in sources.items() if s.notes != notes for note in s.notes)),
     )
 
 
@@ -169,6 +169,8 @@ def _read_columns(source: Source, columns: tuple[str, str | None]) -> pd.DataFra
         if name is not None and name not in source.table.column_names:
             names = list_names(source.table.column_names)
             raise UserError(f"{source.path}: no column {name!r}; the file has {names} (choose a column with {flag})")
+        if f"{name}.1" in source.table.column_names:  # the name that pandas gives to another column of the same name
+            raise UserError(f"{source.path}: has two columns {name!r}, or {name}.1 besides: rename or remove one")
     texts = {name: _texts(source, name) for name in source.table.column_names if name in columns}
     return pd.DataFrame({name: pd.arrays.ArrowExtensionArray(column) for name, column in texts.items()})
 

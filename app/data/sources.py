@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
             folder = os.path.realpath(folder)  # `datasets` names a data set after its folder, and `.` has no name
             splits, encoding, hashes = _load_files(folder, cache_dir, settings.encoding, **options)
             rest = {*glob.glob(f"{glob.escape(folder)}/**", recursive=True)} - {*hashes}
-            unread = sorted(os.path.relpath(f, folder) for f in rest if f.endswith((".csv", ".tsv", ".gz", *BUILDERS)))
+            unread = sorted(os.path.relpath(f, folder) for f in rest if os.path.isfile(f) and not f.endswith(".md"))
         elif settings.encoding:
             raise ValueError("--encoding is for CSV and JSON files")
         else:
@@ -115,9 +116,7 @@ def _load_files(
             options |= {"encoding": candidate} if candidate else {}
             try:
                 if builder.name == "csv":
-                    options |= _csv_options(
-                        next(iter(hashes)), builder.config.pd_read_csv_kwargs | {"encoding": candidate}
-                    )
+                    options |= _csv_options([*hashes], builder.config.pd_read_csv_kwargs | {"encoding": candidate})
                 if not folder.exists():
                     _check_files(builder.name, hashes, options)
                 splits = datasets.load_dataset(path, cache_dir=str(folder), keep_in_memory=not cache_dir, **options)
@@ -130,19 +129,22 @@ def _load_files(
     raise ValueError(f"is not {wrong}: save it as UTF-8, or name its encoding with --encoding, such as utf-16 or cp949")
 
 
-def _csv_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
+def _csv_options(files: list[str], options: dict[str, Any]) -> dict[str, Any]:
     """Return how to read CSV files as texts: pandas would read 007 as 7, and NA as missing."""
     # Without an index, a row with too few fields ends with empty ones.
     options |= {"na_filter": False, "index_col": False}
-    names = _header(path, options)
+    names = _header(files[0], options)
     if "\0" in names[0]:
         raise ValueError("looks like UTF-16: save it as UTF-8, or name its encoding with --encoding utf-16")
     if names[0].startswith("sep="):  # Excel's line that names the separator
         options |= {"sep": names[0][4:5] or ",", "skiprows": 1}
     elif len(names) == 1:
-        options["sep"] = max(",;\t|", key=lambda mark: len(_header(path, options | {"sep": mark})))
-    features = datasets.Features(dict.fromkeys(_header(path, options), datasets.Value("large_string")))
-    return options | {"features": features}  # all files have the columns of the first
+        options["sep"] = max(",;\t|", key=lambda mark: len(_header(files[0], options | {"sep": mark})))
+    names = _header(files[0], options)
+    for file in files[1:]:
+        if lacking := {*names} - {*_header(file, options)}:
+            raise ValueError(f"{Path(file).name}: lacks the columns {list_names(sorted(lacking))}, which others have")
+    return options | {"features": datasets.Features(dict.fromkeys(names, datasets.Value("large_string")))}
 
 
 def _header(path: str, options: Mapping[str, Any]) -> list[str]:
@@ -152,8 +154,9 @@ def _header(path: str, options: Mapping[str, Any]) -> list[str]:
 def _is_chinese(split: datasets.Dataset) -> bool:
     """Tell whether texts read as GB18030 are Chinese: many texts in other encodings are also valid GB18030."""
     rows: Any = split[:: max(1, len(split) // 1_000)]
-    letters = [c for column in rows.values() for text in column for c in text or "" if c.isalpha() and not c.isascii()]
-    return len(letters) <= 20 * sum(c in FREQUENT for c in letters)
+    others = [c for column in rows.values() for text in column for c in text or "" if not c.isascii()]
+    letters = [c for c in others if c.isalpha() or unicodedata.category(c) == "Co"]  # for private use, as CP1252's ¡H
+    return len(letters) <= 8 * sum(c in FREQUENT for c in letters)
 
 
 def _check_files(kind: str, files: Iterable[str], options: Mapping[str, Any]) -> None:

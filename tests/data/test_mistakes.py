@@ -18,7 +18,7 @@ LINE = '{"review": "a", "label": 1}\n'
 PARQUET = pd.DataFrame({"label": [0, 1], "review": ["a", "b"]}).to_parquet()
 # Valid GB18030 as well, which would be other characters.
 OTHER = {
-    "cp949": "label,review\n" + "1,방이 깨끗하고 직원이 친절했어요\n0,시끄러워서 잠을 못 잤습니다\n" * 9,
+    "cp949": "label,review\n" + "1,방이 깨끗하고 직원이 친절했어요\n0,시끄러워서 잠을 못 잤습니다\n",
     "big5": "label,review\n" + "1,房間很乾淨服務很好\n0,隔音太差前臺態度惡劣\n" * 9,
     "cp932": "label,review\n" + "1,部屋が清潔でスタッフも親切でした\n0,うるさくて眠れませんでした\n" * 9,
     "euc_jp": "label,review\n" + "1,部屋が清潔でスタッフも親切でした\n0,うるさくて眠れませんでした\n" * 9,
@@ -39,6 +39,8 @@ MISTAKES = [
     ("rows.csv", "label,review\n1,a\n".encode("utf-16-le"), "or name its encoding with --encoding utf-16"),
     ("rows.csv", GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1], "is not UTF-8, nor Chinese"),
     *(("rows.csv", OTHER[name].encode(name), "is not UTF-8, nor Chinese") for name in OTHER),
+    ("rows.csv", "label,review\n1,¡Hola a\n0,¡Me b\n".encode("cp1252"), "is not UTF-8, nor Chinese"),
+    ("rows.csv", "label,review,label\n1,a,2\n0,b,3\n", "has two columns 'label'"),
     ("rows.csv", GOOD * 2 + "\ufeffLabel,review \n", "the header is repeated in rows 2, 5"),
     ("rows.csv", 'label,review\n1,"很好" a\n0,b\n', "line 2, or a quote before it"),
     ("rows.csv", 'label,review\n1,"a\n0,b\n1,"c\n', "line 4, or a quote"),  # three rows that pandas would join

@@ -81,9 +81,9 @@ def test_a_test_split_whose_labels_are_secret_is_left_out_and_class_labels_have_
     for part in SIZES:
         frame = FRAMES[part].assign(label=-1 if part == "test" else FRAMES[part]["label"].astype(int))
         datasets.Dataset.from_pandas(frame, features).to_parquet(tmp_path / f"{part}.parquet")
-    (tmp_path / "more.csv.gz").touch()
+    (tmp_path / "TEST.CSV").touch()
     table = read(dataset_name=str(tmp_path))
-    assert (table.parts.keys(), table.notes) == ({"train", "validation"}, ("", "without 'more.csv.gz'"))
+    assert (table.parts.keys(), table.notes) == ({"train", "validation"}, ("", "without 'TEST.CSV'"))
     assert table.dropped == {"no label (test file)": [*range(SIZES["test"])]}
     assert table.class_names == (tuple(names) if declared else ("0", "1"))
     assert table.labels.tolist() == [int(label) for part in table.parts for label in FRAMES[part]["label"]]
@@ -113,12 +113,14 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
         ("{folder}/no_train", "no split train"),
         ("{folder}/no_train/config", "'config'"),
         ("{folder}/too_many_fields", "line 10"),
+        ("{folder}/no_labels", "test.csv: lacks the columns 'label'"),
         ("/missing/folder/of/data", "/missing/folder/of"),
         ("x" * 300, ""),
     ],
 )
 def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path, name, message):
     write(tmp_path / "no_train", "test")
+    write(tmp_path / "no_labels", *SIZES, test=FRAMES["test"][["review"]])
     with (write(tmp_path / "too_many_fields", *SIZES) / "test.csv").open("a") as file:
         file.write("1,good, clean\n")
     name = name.format(folder=tmp_path)

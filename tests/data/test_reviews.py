@@ -103,6 +103,10 @@ def test_an_encoding_may_be_named(tmp_path):
         assert rows_of(clean(open_sources(settings))) == [("1", "방"), ("0", "요")]
         with pytest.raises(UserError, match="is not utf-32: save it as UTF-8, or name its encoding with --encoding"):
             open_sources(replace(settings, encoding="utf-32"))
+    (tmp_path / "test.csv").write_bytes("label,review\n1,很好\n".encode("gb18030"))
+    write(ROWS[:6], tmp_path / "utf-8.csv")
+    files = {"csv": str(tmp_path / "utf-8.csv"), "test_file": str(tmp_path / "test.csv")}
+    assert clean(open_sources(Settings(**files))).notes == ("utf-8-sig", "test: gb18030")
     (tmp_path / "rows.parquet").write_bytes(parquet([0, 1]))
     with pytest.raises(UserError, match=r"rows\.parquet: --encoding is for CSV and JSON files"):
         open_sources(replace(settings, csv=str(tmp_path / "rows.parquet")))
