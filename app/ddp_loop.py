@@ -44,7 +44,7 @@ from .distributed.world import World
 from .metrics.score import Scores, score
 from .model.dropout import RowDropout
 from .model.inputs import to_device
-from .model.precision import mixed_precision
+from .model.load import mixed_precision
 from .program import Program
 from .record.run_record import RunRecord
 from .settings import Settings

@@ -74,7 +74,7 @@ from .common.terminal import hides_progress
 from .data.loaders import build_eval_set, form_eval_batches
 from .data.reviews import Indices, ReviewTable, clean, describe_dropped
 from .data.sources import Source, open_file
-from .data.tokenize import lengths_of, occurring_tokens, tokenize
+from .data.tokenize import describe_unknown, lengths_of, occurring_tokens, tokenize
 from .ddp_loop import evaluate
 from .distributed.collectives import broadcast_object, local_main_process_first
 from .distributed.environment import rank_and_sizes
@@ -82,7 +82,7 @@ from .distributed.process_group import join
 from .distributed.world import World
 from .metrics.score import find_positive_class, score
 from .model.hub import resolve_commit
-from .model.load import check_length, load_trained
+from .model.load import length_limit, load_trained
 from .record.results import predictions_as_csv
 from .runs.reader import read_object
 from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
@@ -122,21 +122,23 @@ def predict(task: Task, world: World) -> None:
     settings = task.settings
     commit = broadcast_object(partial(resolve_commit, settings), world)
     with local_main_process_first(world):  # it downloads the model, and reads and tokenizes the CSV into the cache
-        model, tokenizer, depends_on_padding = load_trained(settings, world.device, commit)
+        model, tokenizer, warnings = load_trained(settings, world.device, commit)
         names: Any = model.config.id2label or {}
         table, part, has_labels = read_rows(task, [str(names[class_id]) for class_id in sorted(names)])
         # `evaluate` needs a class of every row. Its scores are not used.
         with_classes = replace(table, labels=table.labels.clip(0))
-        if "max_length" not in task.given:  # a model that is not in the folder of a run has its maximum length with it
-            settings = replace(settings, max_length=min(settings.max_length, tokenizer.model_max_length))
-        check_length(settings, model.config, tokenizer)
+        limit = length_limit(model.config, tokenizer)
+        if task.run is None and "max_length" not in task.given:  # `pipeline` cuts there, too
+            settings = replace(settings, max_length=min(limit, tokenizer.model_max_length))
+        if settings.max_length > limit:
+            raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
         cache_dir = Path(settings.cache_dir) if task.texts is None else None
         rows = tokenize(with_classes, tokenizer, settings.max_length, cache_dir=cache_dir)
         check_rows(settings.model, model.config, table, rows=rows, tokens=occurring_tokens(rows))
     lengths = lengths_of(rows)
     tokenizer.padding_side = broadcast_object(lambda: tokenizer.padding_side, world)
-    if depends_on_padding and world.is_main_process:
-        print(f"warning: {settings.model}: its logits depend on how far a batch is padded", file=sys.stderr)
+    for line in filter(None, (*warnings, describe_unknown(rows, tokenizer))) if world.is_main_process else ():
+        print(f"warning: {settings.model}: {line}", file=sys.stderr)
     # The batches, and with them the logits, are those of a run's evaluation, at any number of ranks.
     eval_set = build_eval_set(
         "rows to predict",

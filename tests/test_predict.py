@@ -42,6 +42,8 @@ def trained(world, tmp_path_factory):
     pd.DataFrame({"label": ["gut", "差"] * 20, "review": ["好"] * 40}).to_csv(folder / "wrong.csv", index=False)
     AutoModel.from_config(AutoConfig.from_pretrained(folder / "run/model")).save_pretrained(folder / "headless")
     AutoTokenizer.from_pretrained(folder / "run/model").save_pretrained(folder / "headless")
+    t5 = write_model(folder / "t5", "t5")  # its config has another end-of-sequence token than its tokenizer
+    AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(t5)).save_pretrained(t5)
     changes = {"regression": {"problem_type": "regression"}, "reshaped": {"id2label": dict(enumerate("abc"))}}
     for name, changed in (changes | {"renamed": {}}).items():
         shutil.copytree(folder / "run/model", folder / name)
@@ -140,12 +142,27 @@ def test_predictions_of_texts_from_anywhere_are_those_of_a_plain_pipeline(run, p
     assert "probability_good" in predict("run", "好", "--label_names=gut=good"), "names are also given afterwards"
 
 
-def test_predictions_that_depend_on_padding_say_so(predict):
-    for name, expected in (("bert", ""), ("fnet", "warning: fnet: its logits depend on how far a batch is padded\n")):
-        path = write_model(Path(name), name)
-        AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
-        predict(name, "好", "--max_length=32")
-        assert "".join(line for line in predict.warnings.splitlines(True) if "Writing" not in line) == expected
+@pytest.mark.parametrize(
+    ("name", "changes", "words", "warning"),
+    [
+        ("bert", {"num_hidden_layers": 1}, 300, "unused weights: bert.encoder.layer.1"),  # more than --max_length
+        ("fnet", {}, 20, "its logits depend on how far a batch is padded"),
+        ("gpt2", {}, 20, ""),  # its config has another padding token than its tokenizer
+        ("gpt2", {"pad_token_id": None}, 20, ""),  # its tokenizer has none, and appends the end-of-sequence token
+    ],
+)
+def test_predictions_of_a_model_folder_are_those_of_a_plain_pipeline(predict, name, changes, words, warning):
+    path = write_model(Path(name), name)
+    AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
+    edit_json(path / "config.json", **changes)
+    edit_json(path / "tokenizer_config.json", **({"pad_token": None} if "pad_token_id" in changes else {}))
+    texts = ["好 " * words, "差"][: 1 if name == "fnet" else 2]
+    rows = pd.read_csv(io.StringIO(predict(name, *texts)))
+    assert warning in predict.warnings
+    assert ("warning: " in predict.warnings) is (warning != "")
+    classify = pipeline("text-classification", model=name, device="cpu")
+    for row, scores in zip(rows.to_dict("records"), map(classify, texts), strict=True):
+        assert row[f"probability_{scores[0]['label']}"] == pytest.approx(scores[0]["score"], rel=1e-6)
 
 
 def test_rows_without_a_label_are_predicted_but_not_counted(run, predict):
@@ -215,9 +232,10 @@ def test_named_classes_are_in_the_model_and_in_all_predictions(world, predict, g
         (["run", "--split=test", "--csv=wrong.csv"], "its files have changed since the run split them"),
         (["run", "--split=test", "--csv=a.csv", "--dataset_name=b"], "--dataset_name and --csv exclude each other"),
         (["headless", "--split=test"], "is not the folder of a run"),
-        (["headless", "a"], "is not a trained classifier: it has no classifier.bias; train it first"),
-        (["renamed", "a"], "it has no classifier.bias, but outputs.bias and 1 more"),
-        (["reshaped", "a"], "it has no classifier.bias of the shape in its config; train it first"),
+        (["headless", "a"], "is not a trained classifier: it has no head.dense.weight that fits its config; train it"),
+        (["renamed", "a"], "it has no classifier.weight that fits its config, but outputs.bias and 1 more"),
+        (["reshaped", "a"], "it has no classifier.weight that fits its config; train it first"),
+        (["t5", "好"], "needs its end-of-sequence token (id 1) exactly once per text, unlike in row 0"),
         (["run/none", "a"], "--model run/none: no such folder"),
         (["run", "a", "--max_length=100000"], "accepts at most"),
         (["run", "\udcff"], "a text is not valid UTF-8"),

@@ -34,7 +34,7 @@ from transformers import BatchEncoding
 from ..common.formats import MIB
 from ..model.dropout import RowDropout
 from ..model.inputs import to_device
-from ..model.precision import mixed_precision
+from ..model.load import mixed_precision
 from ..plan.memory import gathered_after_forward, plan_memory
 from ..plan.step import Plan
 from ..profiling.profiler import hide_profiler_messages

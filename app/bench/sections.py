@@ -24,7 +24,7 @@ from ..ddp_loop import evaluate
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, wait_for_device
 from ..distributed.world import World
 from ..model.inputs import to_device
-from ..model.precision import mixed_precision
+from ..model.load import mixed_precision
 from ..profiling.breakdown import EXPOSED, divide_steps
 from ..profiling.profiler import FIRST, start_profiler
 from ..report.statistics import paired

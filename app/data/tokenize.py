@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,18 @@ def occurring_tokens(rows: Dataset) -> NDArray[np.int64]:
     return np.sort(pc.unique(pc.list_flatten(rows.data["input_ids"]))).astype(np.int64)
 
 
+def sum_over_tokens(rows: Dataset, score: Callable[[NDArray[np.int32]], NDArray[Any]]) -> NDArray[np.float64]:
+    """Return the sum of the scores of the tokens in each row."""
+    chunks = rows.data["input_ids"].chunks
+    sums = [np.bincount(pc.list_parent_indices(c), score(c.flatten().to_numpy()), len(c)) for c in chunks]
+    return np.concatenate(sums)
+
+
 def describe_unknown(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Count the reviews with a quarter or more unknown tokens, not counting special ones; None for none."""
-    n = 0
-    for chunk in rows.data["input_ids"].chunks:
-        tokens = chunk.flatten().to_numpy()
-        score = ~np.isin(tokens, tokenizer.all_special_ids) - 3.0 * (tokens == tokenizer.unk_token_id)
-        n += int((np.bincount(pc.list_parent_indices(chunk), score, len(chunk)) <= 0).sum())
+    special, unknown = tokenizer.all_special_ids, tokenizer.unk_token_id
+    scores = sum_over_tokens(rows, lambda tokens: ~np.isin(tokens, special) - 3.0 * (tokens == unknown))
+    n = int((scores <= 0).sum())
     return f"{n:,} of {len(rows):,} reviews have a quarter or more unknown tokens: does the model fit?" if n else None
 
 

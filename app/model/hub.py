@@ -25,6 +25,7 @@ from ..setting_groups import BUILT_IN, ModelSettings
 
 CONTENT = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # config, tokenizer and code
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # or the index of parts; the first kind is loaded
+UNREAD = ("*.h5", "*.msgpack", "*.ckpt*", "*.safetensors", "*model*.bin")  # weights of other formats or names
 SECONDS = 10  # that the Hub has to answer: snapshot_download itself would wait for as long as the system does
 
 
@@ -106,6 +107,8 @@ def _reason(problem: Exception) -> str:
         return "it is Python code in its repository: --trust_remote_code runs it, so read it first"
     if "tiktoken" in str(problem):  # which transformers tries last: hardly any classifier has its files
         return "it needs the package sentencepiece: pip install sentencepiece"
+    if "Padding_idx" in str(problem):
+        return "its tokenizer pads with a token id that its embeddings do not have"
     if isinstance(problem, pickle.UnpicklingError | EOFError):  # their own messages advise to run the code in the file
         return f"{WEIGHTS_NAME} (or a part of it) is damaged, or holds more than weights"
     line, name = first_line(problem), type(problem).__name__

@@ -90,7 +90,7 @@ def match_classes(model: PreTrainedModel, trained: Sequence[str], class_names: S
     if before == now or trained == [f"LABEL_{index}" for index in range(len(trained))]:
         return None
     heads = [layer for layer in model.modules() if getattr(layer, "out_features", None) == len(now)]
-    if len({*before} & {*now}) < len(now) or len(heads) != 1:
+    if len({*before} & {*now}) < max(len(before), len(now)) or len(heads) != 1:
         return list_names(trained)
     for parameter in heads[0].parameters():
         parameter.copy_(parameter[[before.index(name) for name in now]])

@@ -59,8 +59,6 @@ def match_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
         return model(**batch)[0].double()  # type: ignore[no-any-return]
 
     tokenizer.padding_side = "right"
-    if getattr(model.config, "attention_type", None) == "block_sparse":
-        return True  # a BigBird, which would keep full attention after a short text
     model.eval()  # as `from_pretrained` leaves it; a training step selects its mode itself
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -23,20 +23,21 @@ from transformers import (
 from transformers.trainer_utils import align_special_tokens
 
 from ..common.errors import UserError
+from ..common.machine import DTYPES
 from ..setting_groups import BUILT_IN, TINY, ModelSettings
 from ..settings import Settings
 from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_tokenizer
 from .dropout import override_dropout
-from .hub import WEIGHTS, fetch, first_line
+from .hub import UNREAD, WEIGHTS, fetch, first_line
 from .identity import check_only_head_is_new, describe_config, match_classes, unused_weights
 from .inputs import match_inputs, match_padding
-from .precision import training_dtype
 
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
 OFFSET_POSITIONS = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "xmod", "data2vec-text"),
     *("roberta-prelayernorm", "ibert", "esm", "lilt", "luke", "markuplm"),
 }
+KINDS: Any = (None, "single_label_classification")  # the `problem_type` of a head for one of several classes
 CPU = torch.device("cpu")
 
 
@@ -63,8 +64,11 @@ def load_tokenizer(
     tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers does not report missing files
         raise UserError(f"--model {settings.model}: its tokenizer has no vocabulary: are its files missing?")
-    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-        tokenizer.pad_token = tokenizer.eos_token  # as is usual for models that generate text; the mask excludes it
+    tokenizer.model_max_length = int(min(float(tokenizer.model_max_length), 1e9))  # its file may have any number
+    if tokenizer.pad_token_id is None:
+        # The mask excludes it, but it must not end each text: a classifier may look for the last token before it.
+        end, usual = tokenizer("0")["input_ids"][-1:], (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
+        tokenizer.pad_token = next((t for t in usual if t and tokenizer.convert_tokens_to_ids(t) not in end), None)
     if tokenizer.pad_token_id is None:
         raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
     if fetch(AutoConfig, settings, commit).is_encoder_decoder:
@@ -92,7 +96,7 @@ def classifier_config(
         raise UserError(f"--model {settings.model}: {problem}")
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
-    config.problem_type = "single_label_classification"
+    config.problem_type = KINDS[1]
     config.use_cache = False  # training needs no key-value cache, and the model's choice of kernels may depend on it
     config.return_dict = True  # both training paths access outputs by name
     # Trainer would do this too late: embeddings take their `padding_idx` from the config when they are built. The
@@ -106,7 +110,8 @@ def classifier_config(
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
     select_attention(config, settings, device)
-    check_length(settings, config, tokenizer)
+    if settings.max_length > (limit := length_limit(config, tokenizer)):
+        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
     return config
 
 
@@ -137,10 +142,12 @@ def load_classifier(
         origin = f"{settings.model} at {commit[:12]}" if commit else settings.model
         model, found = load_weights(settings, config, commit)
         new = check_only_head_is_new(settings.model, model, found)
-        trained: dict[int, str] = fetch(AutoConfig, settings, commit).id2label
-        others = None if new else match_classes(model, [trained[index] for index in sorted(trained)], class_names)
+        own = fetch(AutoConfig, settings, commit)
         origin += f"; new weights: {', '.join(new)}" if new else ""
-        origin += f"; its head was trained for the classes {others}" if others else ""
+        if all("pooler" in weight for weight in new):
+            others = match_classes(model, [str(own.id2label[index]) for index in sorted(own.id2label)], class_names)
+            origin += f"; its head was trained for the classes {others}" if others else ""
+            origin += f"; its head was trained for {kind}" if (kind := own.problem_type) not in KINDS else ""
         origin += f"; unused weights: {unused}" if (unused := unused_weights(found)) else ""
     else:
         learned = " and, without labels, from the training reviews" if settings.model == TINY else ""
@@ -156,8 +163,9 @@ def load_classifier(
     model.to(training_dtype(settings.precision))
     if not match_padding(tokenizer, model):
         origin += "; its logits depend on how far a batch is padded"
-    if tokenizer.pad_token == tokenizer.eos_token:
-        origin += f"; padded with its end-of-sequence token {tokenizer.eos_token}"
+    if tokenizer.pad_token in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token):
+        origin += f"; padded with its token {tokenizer.pad_token}"
+    origin += "; with full attention" if getattr(config, "attention_type", None) == "original_full" else ""
     return Classifier(model, origin, content)
 
 
@@ -170,33 +178,40 @@ def load_weights(settings: Settings, config: PretrainedConfig, commit: str | Non
 
 def load_trained(
     settings: Settings, device: torch.device, commit: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, bool]:
-    """Load a trained classifier to predict on a device with the classes in its `config.id2label`.
-
-    Returns:
-        The classifier, its tokenizer, and whether its logits depend on how far a batch is padded.
-    """
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str | None]]:
+    """Return a trained classifier to predict with the classes in its `config.id2label`, its tokenizer, and warnings."""
     name = settings.model
     if name in BUILT_IN:
         raise UserError(f"`{name}` is untrained: name the folder of a run, a model folder, or a model on the Hub")
     tokenizer, config = load_tokenizer(settings, (), commit), fetch(AutoConfig, settings, commit)
     names = config.id2label or {}
-    if len(names) < 2 or config.problem_type not in (None, "single_label_classification"):
+    if len(names) < 2 or config.problem_type not in KINDS:
         raise UserError(f"{name}: is not a classifier that predicts one of several classes")
     select_attention(config, settings, device)
-    if config.pad_token_id is None:  # which a classifier that reads its last token looks for
+    # A classifier that reads its last token looks for the last one before this token.
+    if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
+    elif config.pad_token_id in range(len(tokenizer)):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
     model, found = load_weights(settings, config, commit)
-    of_other_shape = [f"{weight} of the shape in its config" for weight, *_ in found["mismatched_keys"]]
-    if missing := sorted(of_other_shape) + sorted(found["missing_keys"]):
-        remedy = f", but {unused}" if (unused := unused_weights(found)) else "; train it first"
-        raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]}{remedy}")
+    unused, new = unused_weights(found), check_only_head_is_new(name, model, found)
+    if missing := new or sorted(found["missing_keys"]):
+        remedy = f", but {unused}" if unused else "; train it first"
+        raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]} that fits its config{remedy}")
     match_inputs(tokenizer, model)
-    depends_on_padding, own = not match_padding(tokenizer, model), config.pad_token_id
-    if depends_on_padding and own in range(len(tokenizer)):
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(own)  # the model looks for the last token before it
-        depends_on_padding = not match_padding(tokenizer, model)
-    return model.to(device).eval(), tokenizer, depends_on_padding
+    depends = None if match_padding(tokenizer, model) else "its logits depend on how far a batch is padded"
+    return model.to(device).eval(), tokenizer, [depends, unused and f"unused weights: {unused}"]
+
+
+def training_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of weights and buffers."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def mixed_precision(precision: str, device: torch.device) -> torch.autocast:
+    """Return the context of a forward pass. With bf16 or fp16, it multiplies matrices in it; weights stay in fp32."""
+    enabled = precision in ("bf16", "fp16")
+    return torch.autocast(device.type, dtype=DTYPES[precision] if enabled else torch.bfloat16, enabled=enabled)
 
 
 def select_attention(config: PretrainedConfig, settings: Settings, device: torch.device) -> None:
@@ -205,6 +220,8 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
     On CPUs, PyTorch's fused attention computes attention with dropout step by step, in fp32, and its backward pass in
     bf16 is slow.
     """
+    if getattr(config, "attention_type", None) == "block_sparse":
+        config.attention_type = "original_full"  # to which a BigBird changes for good at its first short batch
     chosen = settings.attn_implementation or getattr(config, "_attn_implementation", None)
     if config.model_type == "modernbert" and settings.precision == "fp64":
         # Its eager attention computes the softmax in fp32, in which fp64's mask of padding overflows to NaN.
@@ -220,7 +237,10 @@ def is_pretrained(model: str) -> bool:
     if model in BUILT_IN:
         return False
     folder = Path(model)
-    return not folder.is_dir() or any(any(folder.glob(name)) for name in WEIGHTS)
+    pretrained = not folder.is_dir() or any(any(folder.glob(name)) for name in WEIGHTS)
+    if not pretrained and (others := sorted(path.name for name in UNREAD for path in folder.glob(name))):
+        raise UserError(f"--model {model}: its weights in {others[0]} are not read: save them as model.safetensors")
+    return pretrained
 
 
 def build_from_config(settings: Settings, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
@@ -246,11 +266,9 @@ def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any
         outputs["loss"] = outputs["loss"] * (1 + 0 * outputs["loss"].detach())
 
 
-def check_length(settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the model cannot process texts of `--max_length` tokens."""
-    limit = int(tokenizer.model_max_length)
+def length_limit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens that the model can process, or that its tokenizer returns, if it has no limit."""
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if positions and positions > 0:
-        limit = positions - ((config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0)
-    if settings.max_length > limit:
-        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
+        return int(positions) - ((config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0)
+    return tokenizer.model_max_length

@@ -121,6 +121,7 @@ def tokens_of_model(
     text_config = config.get_text_config()
     names = ("pad", "bos", "eos", "decoder_start", "cls", "sep", "mask")
     added: list[Any] = [getattr(text_config, f"{name}_token_id", None) for name in names]  # a number, or several
+    added += [0] if "token_type_ids" in tokenizer.model_input_names else []  # GPT-2 embeds types as tokens
     ids = np.union1d(occurring, np.hstack([one for one in (*added, *tokenizer.all_special_ids) if one is not None]))
     return ids[(ids >= 0) & (ids < getattr(text_config, "vocab_size", 0))]
 

@@ -23,8 +23,7 @@ from transformers.initialization import no_init_weights
 from ..common.errors import UserError, raised_by_model
 from ..model.dropout import RowDropout, checkpoint_activations
 from ..model.hub import first_line
-from ..model.load import build_from_config
-from ..model.precision import mixed_precision, training_dtype
+from ..model.load import build_from_config, mixed_precision, training_dtype
 from ..model.vocabulary import trim_vocabulary
 from ..settings import Settings
 from ..strategies.base import add_gradients_per_block

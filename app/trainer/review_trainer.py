@@ -20,7 +20,7 @@ from ..distributed.preemption import StopRequest
 from ..metrics.score import score
 from ..model.dropout import RowDropout
 from ..model.inputs import to_device
-from ..model.precision import mixed_precision
+from ..model.load import mixed_precision
 from ..record.run_record import RunRecord
 from ..strategies.optimization import LossScale, Optimization
 from ..training.prepare import Preparation

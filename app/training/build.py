@@ -22,7 +22,7 @@ from ..data.reviews import Indices, ReviewTable, clean, list_rows
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import open_sources
 from ..data.split import Split, count_duplicates, split_reviews
-from ..data.tokenize import lengths_of, occurring_tokens, tokenize
+from ..data.tokenize import lengths_of, occurring_tokens, sum_over_tokens, tokenize
 from ..distributed.collectives import all_gather_object, broadcast_object, local_main_process_first, raise_on_all_ranks
 from ..distributed.world import World
 from ..metrics.score import find_positive_class
@@ -196,6 +196,11 @@ def check_rows(
     if is_empty.any():
         found = list_rows(table.rows[is_empty])
         raise UserError(f"--model {model}: its tokenizer returns no token for {found}: remove them in {table.path}")
+    if config.is_encoder_decoder and not config.model_type.startswith("t5gemma"):  # which reads the last token
+        is_wrong = sum_over_tokens(rows, lambda tokens: tokens == config.eos_token_id) != 1
+        if is_wrong.any():
+            found, end = list_rows(table.rows[is_wrong]), f"its end-of-sequence token (id {config.eos_token_id})"
+            raise UserError(f"--model {model}: it needs {end} exactly once per text, unlike in {found} of {table.path}")
     size = getattr(text_config, "vocab_size", None)
     largest = max(tokens[-1], text_config.pad_token_id or 0)
     if size is not None and largest >= size:

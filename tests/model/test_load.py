@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from app.common.errors import UserError
 from app.model.dropout import override_dropout
 from app.model.identity import describe_config, hash_code
-from app.model.load import Classifier, is_pretrained, load_classifier, load_tokenizer, load_trained
+from app.model.load import Classifier, is_pretrained, load_classifier, load_tokenizer
 from app.settings import Settings
 
 TEXTS = ["差，第一次好。", "好。第2次"] * 20
@@ -152,6 +152,7 @@ EVIL = '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}'
         ("pytorch_model.bin", pickle.dumps(error_message), "is damaged, or holds more than weights"),
         ("model.safetensors.index.json", '{"metadata": {}, "weight_map": {}}', "its model cannot be loaded"),
         ("model.safetensors", b"garbage", "its model cannot be loaded"),
+        ("tf_model.h5", b"weights", "its weights in tf_model.h5 are not read: save them as model.safetensors"),
         ("tokenizer.json", "[]", "its tokenizer cannot be loaded"),
         ("tokenizer_config.json", "[" * 100_000, "its tokenizer cannot be loaded"),
         ("config.json", "3", "cannot be loaded"),
@@ -170,27 +171,19 @@ def test_a_file_of_a_model_that_cannot_be_used_is_one_line(folder, name, content
     assert "weights_only" not in message, "it would run the code in the file"
 
 
-def test_weights_with_the_names_of_a_wrapper_are_rejected_instead_of_training_random_ones(folder):
-    path = folder("bert", weights=True)
-    file = path / "model.safetensors"
-    save_file({f"module.{name}": weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
-    expected = "embeddings.word_embeddings.weight are missing, but there are module.bert.embeddings.LayerNorm.bias and"
-    assert expected in error_message(path)
-
-
-POSITIONS = "its config counts positions from pad_token_id 1, but its tokenizer pads with token 0"
-
-
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "prefix", "changes", "message"),
     [
-        ("bert", {"hidden_size": 64}, r"weights bert\.\S+ have the shape"),
-        ("bert", {"num_hidden_layers": 3}, r"weights bert\.\S+ are missing"),
-        ("roberta", {"pad_token_id": 1}, POSITIONS),
+        ("bert", "", {"hidden_size": 64}, r"weights bert\.\S+ have the shape"),
+        ("bert", "", {"num_hidden_layers": 3}, r"weights bert\.\S+ are missing"),
+        ("bert", "module.", {}, r"embeddings.weight are missing, but there are module.bert.embeddings.LayerNorm.bias"),
+        ("roberta", "", {"pad_token_id": 1}, "positions from pad_token_id 1, but its tokenizer pads with token 0"),
     ],
 )
-def test_weights_of_another_config_are_rejected(folder, name, changes, message):
+def test_weights_of_another_config_or_a_wrapper_are_rejected(folder, name, prefix, changes, message):
     path = folder(name, weights=True)
+    file = path / "model.safetensors"
+    save_file({prefix + name: weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     edit_json(path / "config.json", **changes)
     assert re.search(message, error_message(path))
 
@@ -215,11 +208,18 @@ def test_a_trained_head_with_the_classes_in_another_order_keeps_their_meaning(fo
     assert others.model.state_dict()[[*plain.state_dict()][-1]].equal([*plain.state_dict().values()][-1])
 
 
-def test_weights_that_the_model_does_not_use_are_named(folder):
-    path = folder("bert", weights=True)
-    edit_json(path / "config.json", num_hidden_layers=1)
-    expected = "; unused weights: bert.encoder.layer.1.attention.output.LayerNorm.bias and 15 more"
-    assert load(path).origin == f"{path}{expected}"
+def test_weights_that_the_model_does_not_use_and_what_its_head_was_trained_for_are_named(folder):
+    path = folder("bert", weights=True, id2label={0: "good", 1: 1})
+    weights = load_file(path / "model.safetensors")
+    without_pooler = {name: weight for name, weight in weights.items() if "pooler" not in name}
+    save_file(without_pooler, path / "model.safetensors", metadata={"format": "pt"})
+    edit_json(path / "config.json", num_hidden_layers=1, problem_type="regression")
+    classifier, head = load(path, ["1", "good"]), "; its head was trained for "
+    assert classifier.model.classifier.weight.equal(weights["classifier.weight"][[1, 0]]), "in the order of the classes"
+    unused = "; unused weights: bert.encoder.layer.1.attention.output.LayerNorm.bias and 15 more"
+    assert classifier.origin.endswith(f"bert.pooler.dense.bias{head}regression{unused}")
+    edit_json(path / "config.json", id2label={0: "good", 1: 1, 2: "old"})
+    assert f"{head}the classes 'good', '1', 'old'" in load(path, ["1", "good"]).origin
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
@@ -261,23 +261,21 @@ def test_a_tokenizer_that_needs_sentencepiece_says_so(folder):
     assert error_message(path).endswith("pip install sentencepiece")
 
 
-def test_a_tokenizer_without_a_padding_token_pads_with_its_end_of_sequence_token(folder):
+@pytest.mark.parametrize(("recipe", "token", "token_id"), [({"post_processor": None}, "[SEP]", 3), ({}, "[CLS]", 2)])
+def test_a_tokenizer_without_a_padding_token_pads_with_one_that_does_not_end_each_text(folder, recipe, token, token_id):
     path = folder("gpt2")
     edit_json(path / "tokenizer_config.json", pad_token=None)
+    edit_json(path / "tokenizer.json", **recipe)
     classifier = load(path)
-    assert classifier.model.config.pad_token_id == classifier.model.config.eos_token_id
-    assert classifier.origin.endswith("; padded with its end-of-sequence token [SEP]")
+    assert classifier.model.config.pad_token_id == token_id
+    assert classifier.origin.endswith(f"; padded with its token {token}")
 
 
-def test_a_trained_classifier_of_the_last_token_is_padded_with_the_token_that_its_config_names(folder):
-    settings = Settings(model=str(folder("gpt2", weights=True)), max_length=32)  # the tokenizer's is 0
-    model, tokenizer, depends_on_padding = load_trained(settings, torch.device("cpu"), None)
-    assert (tokenizer.pad_token_id, depends_on_padding) == (5, False)
-    plain = AutoModelForSequenceClassification.from_pretrained(settings.model)
-    batch = tokenizer([TEXTS[0], TEXTS[0] * 3], padding=True, return_tensors="pt")
-    with torch.no_grad():
-        alone = plain(**tokenizer(TEXTS[:1], return_tensors="pt")).logits
-        assert torch.allclose(model(**batch).logits[:1], alone, rtol=1e-4, atol=1e-6)
+def test_a_short_text_does_not_change_the_attention_of_a_bigbird(folder):
+    classifier = load(folder(model_type="big_bird", attention_type="block_sparse", block_size=2, num_random_blocks=1))
+    long, _, again = (classifier.model(torch.full((1, width), 5)).logits for width in (32, 3, 32))
+    assert again.equal(long)
+    assert classifier.origin.endswith("; with full attention")
 
 
 def test_a_config_with_values_that_json_does_not_have_can_be_recorded():

@@ -96,9 +96,9 @@ def test_a_matrix_that_is_not_only_a_trained_embedding_is_not_trimmed(use):
 
 
 def test_tokens_of_a_model_include_its_special_ones(tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"一二三四五"]))
+    (tmp_path / "vocab.txt").write_text("\n".join(["一", "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"二三四五"]))
     tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
     config = copy.deepcopy(CONFIGS["bert"])
-    config.vocab_size, config.pad_token_id, config.eos_token_id = 10, 0, [8, 10]  # 10 is not in the vocabulary
+    config.vocab_size, config.pad_token_id, config.eos_token_id = 10, 1, [8, 10]  # 10 is not in the vocabulary
     tokens = tokens_of_model(np.array([2, 3, 6]), tokenizer, config)
-    assert tokens.tolist() == [0, 1, 2, 3, 4, 6, 8]
+    assert tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, 8], "0 is the type of all tokens, which GPT-2 embeds as a token"

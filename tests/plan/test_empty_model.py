@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, HeliumC
 
 from app.common.errors import UserError
 from app.model.dropout import RowDropout, checkpoint_activations
-from app.model.precision import mixed_precision
+from app.model.load import mixed_precision
 from app.plan.empty_model import empty_batch, run_micro_batch, without_data
 from app.settings import Settings
 

@@ -21,7 +21,7 @@ from app.bench.steps import Bench
 from app.bench.traffic import as_counts, count_third_step
 from app.distributed.world import Topology
 from app.model.dropout import checkpoint_activations
-from app.model.precision import training_dtype
+from app.model.load import training_dtype
 from app.plan.step import plan_step
 from app.plan.traffic import ALL, BETWEEN, INSIDE, Collective, plan_traffic
 from app.settings import SHARDED, STRATEGIES, WRAPPED_IN_DDP, Settings
