@@ -181,9 +181,15 @@ def after_signals(shared_folder) -> dict[str, tuple[int, Outcome]]:
     """The step after which each run stopped, and the outcome of resuming it; one job resumes all."""
     cells = {cell.name: cell for cell in SLOW_CELLS if cell.interruption in SIGNALS}
     steps = {name: stop(cell, shared_folder / name) for name, cell in cells.items()}
+    started_by = {name: command_of(shared_folder / name) for name in cells}
     again = {name: cell.run(cell.path, "ddp", "--resume_from_checkpoint=auto") for name, cell in cells.items()}
     outcomes = run_many(shared_folder, again)
+    assert {name: command_of(shared_folder / name) for name in cells} == started_by
     return {name: (steps[name], outcomes[name]) for name in cells}
+
+
+def command_of(run: Path) -> str:
+    return json.loads((run / "settings.json").read_text())["command"]
 
 
 def stop(cell: Cell, run: Path) -> int:
