@@ -172,6 +172,8 @@ def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.f
         raise RunError(
             f"{task.output or 'standard output'} could not be written: {problem.strerror or problem}"
         ) from None
+    if "gb18030" in table.notes:  # recognized, or named with --encoding
+        print(escape_control_characters(f"{table.path}: read as gb18030"), file=sys.stderr)
     for line in describe_dropped(table):
         print(escape_control_characters(f"{table.path}: dropped {line}"))
     known = table.labels[part] >= 0

@@ -171,9 +171,8 @@ def _is_chinese(split: datasets.Dataset) -> bool:
 def _check_files(kind: str, files: Iterable[str], options: Mapping[str, Any]) -> None:
     """Raise an error if `datasets` would read something else than what is in the files."""
     schemas = [pq.read_schema(file) for file in files if kind == "parquet"]
-    booleans = [[field.name for field in schema if pa.types.is_boolean(field.type)] for schema in schemas]
-    declared = [(schema.metadata or {}).get(b"huggingface") for schema in schemas]
-    if any(booleans[0] != other for other in booleans) or len({*declared}) > 1:  # True would be read as 1
+    booleans = {tuple(sorted(field.name for field in s if pa.types.is_boolean(field.type))) for s in schemas}
+    if len(booleans) > 1 or len({(s.metadata or {}).get(b"huggingface") for s in schemas}) > 1:  # True would become 1
         raise ValueError("its files declare different columns, or a ClassLabel with other names or in another order")
     csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
     for file in files if kind == "csv" else ():
