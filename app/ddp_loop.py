@@ -247,7 +247,7 @@ def evaluate(
     dist.all_reduce(counts)
     wait_for_device(world)
     correct, n = counts.tolist()
-    assert n == len(eval_set), f"{n} rows were evaluated, not {len(eval_set)}"
+    assert n == len(eval_set.labels), f"{n} rows were evaluated, not {len(eval_set.labels)}"
 
     gathered = gather_rows(eval_set.positions, shard, n, world=world)
     scores = score(gathered, eval_set.labels, eval_set.positive_class)

@@ -30,9 +30,6 @@ class EvalSet:
     positions: Sequence[int]  # of this rank's rows among the n rows, in the order of the batches, without filler
     positive_class: int = 1  # of two classes, the id of the one whose F1 is computed
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
 
 def form_eval_batches(lengths: NDArray[np.int64], batch_size: int) -> list[list[int]]:
     """Sort rows by length and divide them into batches, whose size affects padding, and thereby rounding.

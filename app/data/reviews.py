@@ -184,8 +184,9 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
         values = source.table[name][:]
         if isinstance(feature, ClassLabel):  # -1 is no label
             values = [None if value in (None, -1) else feature.int2str(value) for value in values]
+        # `datasets` has converted mixed values, and so changed texts such as "007".
         if isinstance(feature, Json) or not all(isinstance(value, str | int | float | None) for value in values):
-            raise ValueError("has dates, lists or objects: make all values texts")
+            raise ValueError("has dates, lists, or texts and numbers: make all values texts that are not dates alone")
         # NaN is what writers other than pandas leave for a missing value.
         texts = [None if value is None or value != value else str(value) for value in values]
         return pa.chunked_array([texts], pa.large_string())

@@ -17,8 +17,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,11 @@ import datasets
 import fsspec
 import pandas as pd
 import pooch
-import pyarrow as pa
 import pyarrow.parquet as pq
 from charset_normalizer.constant import FREQUENCIES
 
 from ..common.errors import UserError, list_names, shorten
-from ..common.files import cached_file, check_exists
+from ..common.files import check_exists
 from ..settings import Settings
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}  # everything else is a CSV
@@ -119,13 +117,6 @@ def _load_files(
             try:
                 if builder.name == "csv":
                     options |= _csv_options([*hashes], builder.config.pd_read_csv_kwargs | {"encoding": candidate})
-                if builder.name == "json" and not builder.info.features:
-                    splits, write = datasets.DatasetDict(), partial(_write_json, all_files=hashes, encoding=candidate)
-                    for part, files in builder.config.data_files.items():
-                        file = folder / f"{hash_json([hashes[f] for f in files])[:32]}.arrow"
-                        cached_file(file, partial(write, files))
-                        splits[part] = datasets.Dataset.from_file(str(file), in_memory=not cache_dir)
-                    return splits, candidate, hashes
                 if not folder.exists():
                     _check_files(builder.name, hashes, options)
                 splits = datasets.load_dataset(path, cache_dir=str(folder), keep_in_memory=not cache_dir, **options)
@@ -150,9 +141,6 @@ def _csv_options(files: list[str], options: dict[str, Any]) -> dict[str, Any]:
     elif len(names) == 1:
         options["sep"] = max(",;\t|", key=lambda mark: len(_header(files[0], options | {"sep": mark})))
     names = _header(files[0], options)
-    for file in files[1:]:
-        if lacking := {*names} - {*_header(file, options)}:
-            raise ValueError(f"{Path(file).name}: lacks the columns {list_names(sorted(lacking))}, which others have")
     return options | {"features": datasets.Features(dict.fromkeys(names, datasets.Value("large_string")))}
 
 
@@ -170,54 +158,24 @@ def _is_chinese(split: datasets.Dataset) -> bool:
 
 def _check_files(kind: str, files: Iterable[str], options: Mapping[str, Any]) -> None:
     """Raise an error if `datasets` would read something else than what is in the files."""
-    schemas = [pq.read_schema(file) for file in files if kind == "parquet"]
-    booleans = {tuple(sorted(field.name for field in s if pa.types.is_boolean(field.type))) for s in schemas}
-    if len(booleans) > 1 or len({(s.metadata or {}).get(b"huggingface") for s in schemas}) > 1:  # True would become 1
+    if kind == "parquet" and len({(pq.read_schema(file).metadata or {}).get(b"huggingface") for file in files}) > 1:
         raise ValueError("its files declare different columns, or a ClassLabel with other names or in another order")
     csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
     for file in files if kind == "csv" else ():
         with fsspec.open(file, "rt", encoding=options["encoding"], compression="infer", newline="") as stream:
             width, reader = 0, csv.reader(stream, delimiter=options["sep"], quoting=options["quoting"], strict=True)
-            try:  # pandas may drop fields that are too many, and go on from a closing quote to the next one
+            try:  # pandas may drop fields that are too many, and continue after a closing quote
                 for row in islice(reader, options["skiprows"], None):
                     width = width or len(row)
                     if len(row) > width:
                         raise csv.Error(f"has {len(row)} fields, but the header has {width}")
             except csv.Error as error:
                 raise ValueError(f"{Path(file).name}: line {reader.line_num}, or a quote before it: {error}") from None
-
-
-def _write_json(files: Iterable[str], path: Path, *, all_files: Iterable[str], encoding: str) -> None:
-    """Write the rows as texts: `datasets` would infer the types of each piece of the files, and change texts."""
-    nested: dict[str, bool] = {}  # for each column of all files, whether it has lists or objects, which are not kept
-    for name, value in chain.from_iterable(row for file in all_files for row in _json_rows(file, encoding)):
-        nested[name] = nested.get(name, False) or isinstance(value, list | tuple)
-    if not nested:
-        raise ValueError("has no rows")
-    types = {name: datasets.Json() if nested[name] else datasets.Value("large_string") for name in nested}
-    schema = datasets.Features(types).arrow_schema
-    rows = map(dict, chain.from_iterable(_json_rows(file, encoding) for file in files))
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        while batch := list(islice(rows, 1_000)):
-            columns = [[None if nested[name] else row.get(name) for row in batch] for name in nested]
-            writer.write_batch(pa.record_batch(columns, schema))
-
-
-def _json_rows(file: str, encoding: str) -> Iterator[list[tuple[str, Any]]]:
-    """Yield the names and values of the objects in JSON Lines or an array, with numbers as texts."""
-    load = partial(json.loads, parse_int=str, parse_constant=lambda _: None, object_pairs_hook=tuple)  # NaN is missing
-    i = 0
-    try:
-        with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
-            lines = (line for line in stream if not line.isspace())
-            start = next(lines, "[]")
-            for row in load(start + stream.read()) if start.lstrip()[0] == "[" else map(load, chain([start], lines)):
-                if not isinstance(row, tuple) or len(dict(row)) < len(row):
-                    raise TypeError("is not an object, or has a name twice")
-                yield [(name, str(v) if isinstance(v, bool | float) else v) for name, v in row]
-                i += 1
-    except (json.JSONDecodeError, TypeError, OSError) as error:
-        raise ValueError(f"{Path(file).name}: row {i}: {error}") from None
+    for file in files if kind == "json" else ():
+        with fsspec.open(file, compression="infer") as stream:
+            start = stream.read(100)
+            if b"[" in start.partition(b"{")[0]:  # an array, in which pandas drops half a surrogate pair
+                json.dumps(json.loads(start + stream.read()), ensure_ascii=False).encode()
 
 
 @contextmanager

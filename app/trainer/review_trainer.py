@@ -130,7 +130,7 @@ class ReviewTrainer(Trainer):
         prepared = self.prepared
         metrics = super().evaluate(*args, **kwargs)
         scores = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-        scores["n"] = len(prepared.eval_set)
+        scores["n"] = len(prepared.eval_set.labels)
         self.record.after_evaluation(self.state.global_step, prepared.eval_set.name, scores)
         if self.record.early_stopping.stops:  # otherwise it is true after the last step already
             self.control.should_training_stop = True
@@ -163,14 +163,14 @@ class ReviewTrainer(Trainer):
                 shard[n_done : n_done + len(class_logits)] = class_logits
                 n_done += len(class_logits)
         assert n_done == len(shard), f"{n_done} rows were evaluated, not {len(shard)}"
-        gathered = gather_rows(eval_set.positions, shard, len(eval_set), world=self.world)
+        gathered = gather_rows(eval_set.positions, shard, len(eval_set.labels), world=self.world)
         scores = score(gathered, eval_set.labels, eval_set.positive_class)
         names = ("accuracy", "f1", "precision", "recall", "loss")
         return EvalLoopOutput(
             predictions=gathered,
             label_ids=eval_set.labels,
             metrics={f"{metric_key_prefix}_{name}": getattr(scores, name) for name in names},
-            num_samples=len(eval_set),
+            num_samples=len(eval_set.labels),
         )
 
 

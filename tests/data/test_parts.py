@@ -113,18 +113,12 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
         ("{folder}/no_train", "no split train"),
         ("{folder}/no_train/config", "'config'"),
         ("{folder}/too_many_fields", "line 10"),
-        ("{folder}/booleans", "its files declare different columns"),
-        ("{folder}/no_labels", "test.csv: lacks the columns 'label'"),
         ("/missing/folder/of/data", "/missing/folder/of"),
         ("x" * 300, ""),
     ],
 )
 def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path, name, message):
     write(tmp_path / "no_train", "test")
-    (tmp_path / "booleans").mkdir()
-    for part, labels in (("train", [0, 1]), ("test", [False, True])):
-        pd.DataFrame({"label": labels, "review": ["a", "b"]}).to_parquet(tmp_path / "booleans" / f"{part}.parquet")
-    write(tmp_path / "no_labels", *SIZES, test=FRAMES["test"][["review"]])
     with (write(tmp_path / "too_many_fields", *SIZES) / "test.csv").open("a") as file:
         file.write("1,good, clean\n")
     name = name.format(folder=tmp_path)

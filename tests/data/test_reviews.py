@@ -45,9 +45,6 @@ def parquet(labels: list[object]) -> bytes:
     return file.getvalue()
 
 
-VALUES = ['"2024-01-01"', '"007"', "7", "7.5", "true", str(10**19)]  # of JSON: `datasets` would change them
-VALUE_ROWS = [(text, text) for text in ("2024-01-01", "007", "7", "7.5", "True", "10000000000000000000")]
-JSON = [f'{{"tags": {tags}, "review": {v}, "label": {v}}}' for tags in ("null", '["x"]') for v in VALUES]
 WORDS = ["NA", "null", "None", "nan", "N/A", "-", "0", "=1+1"]  # pandas treats some of them as missing
 LONG = "差评的𠮷😀" * csv.field_size_limit()  # longer than the module csv allows
 TRADITIONAL = "這間飯店的服務態度極為親切，環境乾淨"
@@ -85,8 +82,6 @@ FILES = {
         )
         for first, mark in (("", ";"), ("", "\t"), ("", "|"), ("sep=;\n", ";"), ("sep=\t\n", "\t"))
     },
-    "lines": ("rows.jsonl", "\n".join([*JSON, '{"review": NaN, "label": 1}']), [*VALUE_ROWS * 2, "no review"]),
-    "array": ("rows.json", f"\ufeff\n[{','.join(JSON)}]", VALUE_ROWS * 2),
     "numbers": ("rows.parquet", parquet([0.0, 1.0, float("nan")]), [("0", "好"), ("1", "好"), "no label"]),
     "texts": ("rows.parquet", parquet(["x", None, "1"]), [("x", "好"), "no label", ("1", "好")]),
     "booleans": ("rows.parquet", parquet([True, False]), [("True", "好"), ("False", "好")]),
