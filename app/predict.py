@@ -135,7 +135,6 @@ def predict(task: Task, world: World) -> None:
         cache_dir = Path(settings.cache_dir) if task.texts is None else None
         rows = tokenize(with_classes, tokenizer, settings.max_length, cache_dir=cache_dir)
         check_rows(settings.model, model.config, table, rows=rows, tokens=occurring_tokens(rows))
-    lengths = lengths_of(rows)
     tokenizer.padding_side = broadcast_object(lambda: tokenizer.padding_side, world)
     for line in filter(None, (*warnings, describe_unknown(rows, tokenizer))) if world.is_main_process else ():
         print(f"warning: {settings.model}: {line}", file=sys.stderr)
@@ -144,7 +143,7 @@ def predict(task: Task, world: World) -> None:
         "rows to predict",
         rows.select(part),
         with_classes.labels[part],
-        batches=form_eval_batches(lengths[part], settings.eval_batch_size),
+        batches=form_eval_batches(lengths_of(rows)[part], settings.eval_batch_size),
         collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),
         world=world,
     )
@@ -169,9 +168,8 @@ def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.f
             raise RunError(f"{task.output}: has been created meanwhile: remove it, and start again")
         write_text(task.output, lines)
     except OSError as problem:
-        raise RunError(
-            f"{task.output or 'standard output'} could not be written: {problem.strerror or problem}"
-        ) from None
+        place = task.output or "standard output"
+        raise RunError(f"{place} could not be written: {problem.strerror or problem}") from None
     if "gb18030" in table.notes:  # recognized, or named with --encoding
         print(escape_control_characters(f"{table.path}: read as gb18030"), file=sys.stderr)
     for line in describe_dropped(table):

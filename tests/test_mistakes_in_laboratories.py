@@ -39,7 +39,7 @@ MISTAKES = {
     "plan --device_memory=24": "--device_memory 24: must be a number with a unit, such as 24GiB or 80GB",
     "plan --device_memory=0GiB": "--device_memory 0GiB: must be a number with a unit",
     "plan --csv missing.csv": "missing.csv: no such file",
-    "plan --learning_rate 5": "unknown argument --learning_rate",
+    "plan --dry_run": "unknown argument --dry_run",
     "same_bits --dry_run": "unknown argument --dry_run",
     "same_bits --strategy=zero1": "did you mean --strategies?",
     "same_bits --ddp_comm_hook=bf16": "--ddp_comm_hook bf16",

@@ -112,7 +112,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 
 def trained_steps(run: Path) -> bool:
     log = run.with_name(f"{run.name}.log")
-    return log.exists() and "step 20/" in log.read_text()
+    return log.exists() and re.search(r"step \d+/", log.read_text()) is not None
 
 
 def test_a_preempted_job_is_requeued_and_ends_with_the_hash_of_an_uninterrupted_run(slurm, tmp_path):
