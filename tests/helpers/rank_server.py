@@ -118,6 +118,7 @@ def rank_server() -> str:
     name = f"rank-server-{os.getpid()}"
     places = os.pathsep.join(map(str, (PROJECT, PROJECT / "tests")))
     environment = os.environ | {"PYTHONPATH": places, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # whose locks would stay locked in a fork
     command = [sys.executable, "-m", "helpers.rank_server", name]
     server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert server.stdout is not None
