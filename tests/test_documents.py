@@ -12,7 +12,7 @@ from textwrap import indent
 
 import pytest
 from helpers.jobs import PROJECT
-from helpers.pages import BLOCK, commands_of
+from launched.pages import BLOCK, commands_of
 
 from app.__main__ import FLAGS_OF_TORCHRUN, OTHERS, WITH_RANKS
 from app.cli import CommandLine

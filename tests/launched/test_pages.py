@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from helpers.jobs import LIMIT, PROJECT, read_steps, write_subset
-from helpers.pages import BLOCK, commands_in_blocks
+from launched.pages import BLOCK, commands_in_blocks
 from launched.two_nodes import wait_for_all, wait_until
 
 from app.bench.two_nodes import ADDRESSES, SYSTEM_PATH
