@@ -7,11 +7,10 @@
 #   bash run_scripts/figures.sh --pages      run nothing: only write the pages again, from figures.yaml
 #   bash run_scripts/figures.sh --check      write nothing: fail if a figure that should not have changed has changed
 set -euo pipefail
+reviews=${CHNSENTICORP_CSV:+$(realpath "$CHNSENTICORP_CSV")} # a relative path is one of the caller's folder
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash run_scripts/setup.sh
 csv=data/ChnSentiCorp_htl_all.csv
-if [ ! -e "$csv" ] && [ -n "${CHNSENTICORP_CSV:-}" ]; then
-  ln -s "$CHNSENTICORP_CSV" "$csv"
-fi
+[ -e "$csv" ] || [ ! -f "$reviews" ] || ln -sf "$reviews" "$csv"
 PATH=$PWD/.venv/bin:$PATH exec python -m run_scripts.figures "$@"

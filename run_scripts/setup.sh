@@ -15,6 +15,9 @@ case ${1:-} in
 esac
 state=$(echo "$root" && cat pyproject.toml constraints.txt && echo "$extras")
 if [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then exit 0; fi
+if [ -L .venv ]; then
+  echo "setup.sh: .venv is a link to $(readlink .venv), which is used as it is: nothing is installed" >&2; exit 0
+fi
 echo "setup.sh: installing into .venv. The first time, pip downloads PyTorch and other packages: about 0.5 GB, or more" \
   "than 3 GB on Linux if PyTorch includes CUDA, which is PyPI's default. This takes some minutes." >&2
 if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" != "$root" ]; then rm -rf .venv; fi

@@ -75,6 +75,23 @@ def test_a_page_shows_the_figures_of_the_file(page):
     assert not re.search(r"^<!-- (\S+\.\S+|/) -->.*\S", text, re.MULTILINE)
 
 
+def test_a_check_reports_each_failed_command_and_each_change_except_a_rounding_of_another_cpu(capsys):
+    law = {"find": r"^(\d+) cells", "varies_with": "nothing", "text": "48"}
+    rounded = {"find": r"loss (\S+)", "text": "0.5"}
+    of_a_cpu = {"what": "w", "command": "echo '48 cells'; echo loss 0.7", "varies_with": "cpu", "values": {}}
+    failing = of_a_cpu | {"command": "echo no rank; exit 3", "values": {"cells": law}}
+    broken = of_a_cpu | {"cpu": "another", "values": {"cells": law | {"text": "47"}, "loss": rounded}}
+    timed = of_a_cpu | {"varies_with": "load", "command": "exit 4", "values": {"loss": rounded}}
+    assert figures.check({"failing": failing, "broken": broken, "timed": timed}) == 1
+    shown = capsys.readouterr().out
+    assert "failing: exit status 3\nno rank" in shown
+    assert "broken.cells: 48, not 47\n" in shown
+    assert f"broken.loss: 0.7, not 0.5, on {figures.cpu()}\n2 figure(s)" in shown
+    assert "timed" not in shown
+    assert figures.check({"broken": broken | {"values": {"cells": law, "loss": rounded}}}) == 0
+    assert figures.check({"here": broken | {"cpu": figures.cpu(), "values": {"cells": law, "loss": rounded}}}) == 1
+
+
 def test_the_generated_pages_are_current():
     for name, page in {"results": figures.results_page(), "settings": figures.settings_page()}.items():
         assert (PROJECT / "docs" / f"{name}.md").read_text("utf-8") == page, "run_scripts/figures.sh --pages"

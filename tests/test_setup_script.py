@@ -77,6 +77,17 @@ def test_an_environment_that_was_moved_is_created_again(checkout, set_up):
     assert set_up(checkout.rename(checkout.with_name("moved")))[2] == ONCE
 
 
+def test_a_linked_environment_is_used_as_it_is(checkout, set_up):
+    set_up(checkout)
+    other = checkout.with_name("other")
+    shutil.copytree(checkout, other, ignore=shutil.ignore_patterns(".venv"))
+    (other / ".venv").symlink_to(checkout / ".venv")
+    status, shown, installed = set_up(other)
+    assert (status, shown.count("\n"), installed) == (0, 1, [])
+    assert shown.startswith(f"setup.sh: .venv is a link to {checkout / '.venv'}")
+    assert (other / ".venv").is_symlink()
+
+
 def test_a_mistake_is_one_line_before_anything_is_installed(checkout, set_up):
     status, shown, installed = set_up(checkout, "--cuda")
     assert (status, shown.count("\n"), installed) == (1, 1, [])
