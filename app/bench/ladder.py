@@ -17,7 +17,7 @@ from ..data.sampler import BatchPlan
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
 from ..settings import Settings
-from ..strategies.base import add_gradients_per_block
+from ..strategies.base import GradientTree, add_gradients_per_block
 from ..strategies.ddp import DDPStrategy
 from .core import Lab, compared
 from .steps import PlainDDP, Variant, plain_ddp, time_steps
@@ -42,14 +42,14 @@ class ExchangeAfterBackward(DDPStrategy):
         model.to(self.world.device)
         if isinstance(model, PreTrainedModel):
             add_gradients_per_block(model)  # as DDPStrategy does, so that gradients round in the same way
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.tree = GradientTree(model, self.plan, allow_unused=True)
         return model
 
     @contextmanager
     def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
         yield
         if number + 1 == self.plan.micro_batches_per_step:
-            gradients = [p.grad.div_(self.world.size) for p in reversed(self.parameters) if p.grad is not None]
+            gradients = [p.grad.div_(self.world.size) for p in reversed(self.tree.parameters) if p.grad is not None]
             if self.mib == 0:
                 for gradient in gradients:
                     dist.all_reduce(gradient)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ..common.errors import AgreedError
 from ..data.sampler import BatchPlan
+from .reduction import FixedOrderAllReduce, TreeSum
 
 Tensors = dict[str, torch.Tensor]
 # Ranges in a trace of torch.profiler, by which app/profiling/breakdown.py tells the parts of a step apart.
@@ -69,28 +73,119 @@ class Strategy(Protocol):
         """Return the complete state dict on rank 0, and an empty one on the other ranks. Collective."""
 
 
-class GradientCheck:
-    """Check once, after the first backward pass over a global batch, that it has reached every parameter.
+class GradientTree:
+    """Sum the gradients of a process's logical ranks one after another, in the order of the fixed tree.
 
-    Only DDP has to know beforehand which parameters have no gradient. But a run may be resumed with another strategy,
-    so all of them give the same answer.
+    The sum over the processes is part of backward(): DDP's all-reduce, or FSDP2's reduce-scatter of each logical rank.
+    `app.fixed_tree.FixedTree` adds what a loop of one's own needs.
     """
 
-    def __init__(self, find_unused_parameters: bool) -> None:
-        self.is_due = not find_unused_parameters
+    def __init__(
+        self, wrapped: torch.nn.Module, plan: BatchPlan, *, allow_unused: bool, dtype: torch.dtype | None = None
+    ) -> None:
+        """
+        Args:
+            allow_unused: whether a parameter may have no gradient.
+            dtype: round the gradients of a sharded model to it before they are added; None: do not round.
+        """
+        self.wrapped, self.plan, self.allow_unused, self.dtype = wrapped, plan, allow_unused, dtype
+        self.parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        self.sums = TreeSum()
+        self.all_reduce: FixedOrderAllReduce | None = None  # None: another all-reduce, or a sharded model
+        self.used: set[int] = set()  # parameters that have a gradient of a logical rank other than the last one
+        self.is_checked = False
 
-    def __call__(self, model: torch.nn.Module) -> None:
-        """Raise `AgreedError` if a parameter has had no gradient, unless that is checked already or not requested."""
-        if not self.is_due:
+    def register(self, all_reduce: FixedOrderAllReduce) -> None:
+        """Make an all-reduce that has this tree's `sums` DDP's communication hook."""
+        assert isinstance(self.wrapped, DistributedDataParallel)
+        self.all_reduce = all_reduce
+        self.wrapped.register_comm_hook(all_reduce, lambda hook, bucket: hook.average(bucket))
+
+    @contextmanager
+    def accumulate(self, number: int) -> Iterator[None]:
+        """See `Strategy.accumulate`. DDP's no_sync keeps the gradients of all micro-batches but the last one local."""
+        done = number + 1
+        is_last = done == self.plan.micro_batches_per_step
+        context: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self.wrapped, DistributedDataParallel) and not is_last:
+            context = self.wrapped.no_sync()
+        with record_function(MICRO_BATCH):
+            with context:
+                yield
+            if is_last:
+                self._finish()
+            elif done % self.plan.accumulation_steps == 0:  # the last of a logical rank, but not of the step
+                self._move_gradients_to_sums()
+
+    def _move_gradients_to_sums(self) -> None:
+        """Add a logical rank's gradients to the partial sums, and clear them for the next logical rank."""
+        self.used |= {i for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
+        add = self.sums.add if self.all_reduce is None else self.all_reduce.add
+        add(self._rounded(local_parts(map(_gradient, self.parameters))))
+        # If DDP searches for unused parameters, it expects a gradient of those that it has seen before.
+        keep = self.allow_unused and isinstance(self.wrapped, DistributedDataParallel)
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter) if keep and parameter.grad is not None else None
+
+    def _finish(self) -> None:
+        """End a step: all its micro-batches are done."""
+        if not isinstance(self.wrapped, DistributedDataParallel):  # whose hook has added the partial sums
+            self._add_partial_sums()
+        # DDP itself raises only in the next forward pass, after a step with gradients that were not averaged.
+        if not self.allow_unused and not self.is_checked:
+            self.check_gradients()
+        self.is_checked = True
+        self.sums.clear()
+        self.used.clear()
+
+    def _add_partial_sums(self) -> None:
+        """Add the partial sums to the gradients of the last logical rank."""
+        if not self.sums.partial_sums and self.dtype is None:
             return
-        self.is_due = False
-        parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        unused = [name for name, parameter in parameters if parameter.grad is None]
-        if unused:
+        for i in self.used:  # a parameter may have a gradient of another logical rank only
+            self.parameters[i].grad = _gradient(self.parameters[i])
+        with_gradient = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        gradients = local_parts(with_gradient.values())
+        rounded = self._rounded(gradients)
+        self.sums.add_to_last_leaf(rounded, list(with_gradient))
+        if rounded is not gradients:
+            torch._foreach_copy_(gradients, rounded)
+
+    def _rounded(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Round gradients. A sum over the ranks stays as it is: `PairwiseReduceScatter` rounded it.
+
+        With one rank, FSDP2 exchanges nothing, so they are not rounded yet.
+        """
+        return gradients if self.dtype is None else [gradient.to(self.dtype) for gradient in gradients]
+
+    def check_gradients(self) -> None:
+        """Check, after the first backward pass over a global batch, that it has reached every parameter.
+
+        Only DDP has to know beforehand which parameters have no gradient. But a run may be resumed with another
+        strategy, so all of them give the same answer.
+        """
+        names = [name for name, p in self.wrapped.named_parameters() if p.requires_grad and p.grad is None]
+        if names:
             raise AgreedError(
-                f"{len(unused)} of the model's parameters, such as {unused[0]}, take no part in classification: add "
-                "--ddp_find_unused_parameters"
+                f"{len(names)} of the model's parameters, such as {names[0].removeprefix('module.')}, take no part in "
+                "classification: add --ddp_find_unused_parameters"
             )
+
+    @record_function(CLIP)
+    def clip_grad_norm(self, max_norm: float, loss_scale: torch.Tensor, *, sharded: bool = False) -> torch.Tensor:
+        """See `Strategy.clip_grad_norm`. `sharded` gradients are summed over the ranks: collective."""
+        gradients = local_parts(parameter.grad for parameter in self.parameters if parameter.grad is not None)
+        total = sum_of_squares(gradients).to(loss_scale.device)
+        if sharded:
+            dist.all_reduce(total)
+        norm = (total.sqrt() / loss_scale).to(self.parameters[0].dtype)
+        clip_by_norm(gradients, norm, max_norm, loss_scale=loss_scale)
+        return norm
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient: zeros if it takes no part in the loss."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

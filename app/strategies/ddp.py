@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from ..data.sampler import BatchPlan
 from ..distributed.collectives import saved_buffers
 from ..distributed.world import World
 from ..settings import Settings
-from .base import (
-    CLIP,
-    MICRO_BATCH,
-    GradientCheck,
-    Tensors,
-    add_gradients_per_block,
-    clip_by_norm,
-    sum_of_squares,
-)
+from .base import GradientTree, Tensors, add_gradients_per_block
 from .optimization import loss_factor
-from .reduction import FixedOrderAllReduce, TreeSum
+from .reduction import FixedOrderAllReduce
 
 
 class DDPStrategy:
@@ -38,10 +29,7 @@ class DDPStrategy:
         self.settings, self.plan, self.world = settings, plan, world
         self.bucket_cap_mb: float | None = settings.ddp_bucket_cap_mb
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank)
-        self.sums = TreeSum()
-        self.parameters: list[torch.nn.Parameter] = []
-        self.fixed_order: FixedOrderAllReduce | None = None
-        self.check_gradients = GradientCheck(settings.ddp_find_unused_parameters)
+        self.tree: GradientTree  # from `wrap` on
 
     def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         """Copy rank 0's weights to all ranks, and hook into backward() to average the gradients. Collective."""
@@ -58,7 +46,7 @@ class DDPStrategy:
             bucket_cap_mb=self.bucket_cap_mb,
             gradient_as_bucket_view=True,  # otherwise each gradient is in memory twice
         )
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.tree = GradientTree(wrapped, self.plan, allow_unused=self.settings.ddp_find_unused_parameters)
         settings, plan, hook = self.settings, self.plan, self.settings.ddp_comm_hook
         if hook != "no":  # even with one process, so that the results are the same
             from .compression import HOOK_DTYPES, RoundedAllReduce, register_power_sgd  # other runs do not need it
@@ -67,18 +55,15 @@ class DDPStrategy:
                 register_power_sgd(wrapped, self.world, total_steps=plan.total_steps, seed=settings.seed)
                 return wrapped
             dtype, factor = HOOK_DTYPES[hook], loss_factor(settings.precision, plan)
-            self.fixed_order = RoundedAllReduce(
-                self.parameters, self.sums, world=self.world, dtype=dtype, factor=factor
-            )
+            parameters, sums = self.tree.parameters, self.tree.sums
+            self.tree.register(RoundedAllReduce(parameters, sums, world=self.world, dtype=dtype, factor=factor))
         elif self.world.size > 2 or plan.logical_ranks_per_rank > 1:
             self.fix_order()  # otherwise DDP's own all-reduce is the tree, because a + b = b + a
-        if self.fixed_order:
-            wrapped.register_comm_hook(self.fixed_order, lambda hook, bucket: hook.average(bucket))
         return wrapped
 
     def fix_order(self) -> None:
         """Add gradients in the order of the tree. Measurements of DDP's own all-reduce override this."""
-        self.fixed_order = FixedOrderAllReduce(self.parameters, self.sums, self.world)
+        self.tree.register(FixedOrderAllReduce(self.tree.parameters, self.tree.sums, self.world))
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, **options)
@@ -86,38 +71,11 @@ class DDPStrategy:
     def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
 
-    @contextmanager
-    def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
-        """Keep the gradients local, except for the last micro-batch of a step: its backward() averages their sum."""
-        assert isinstance(wrapped, DistributedDataParallel)
-        done = number + 1
-        is_last = done == self.plan.micro_batches_per_step
-        context: AbstractContextManager[Any] = nullcontext() if is_last else wrapped.no_sync()
-        with record_function(MICRO_BATCH):
-            with context:
-                yield
-            if is_last:
-                # DDP itself raises only in the next forward pass, after a step with gradients that were not averaged.
-                self.check_gradients(wrapped.module)
-                self.sums.clear()
-            elif done % self.plan.accumulation_steps == 0:  # the last of a logical rank, but not of the step
-                self._move_gradients_to_sums()
+    def accumulate(self, wrapped: torch.nn.Module, number: int) -> AbstractContextManager[Any]:
+        return self.tree.accumulate(number)
 
-    def _move_gradients_to_sums(self) -> None:
-        """Add a logical rank's gradients to the partial sums, and clear them for the next logical rank."""
-        assert self.fixed_order is not None
-        self.fixed_order.add([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
-        for parameter in self.parameters:
-            # If DDP searches for unused parameters, it expects a gradient of those that it has seen before.
-            keep = self.settings.ddp_find_unused_parameters and parameter.grad is not None
-            parameter.grad = torch.zeros_like(parameter) if keep else None
-
-    @record_function(CLIP)
     def clip_grad_norm(self, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = (sum_of_squares(gradients).sqrt() / loss_scale).to(self.parameters[0].dtype)
-        clip_by_norm(gradients, norm, max_norm, loss_scale=loss_scale)
-        return norm
+        return self.tree.clip_grad_norm(max_norm, loss_scale)
 
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:
         return dict(model.state_dict()) if self.world.is_main_process else {}

@@ -19,18 +19,8 @@ from ..common.machine import DTYPES
 from ..data.sampler import BatchPlan
 from ..distributed.world import RankGroup, World
 from ..settings import Settings
-from .base import (
-    CLIP,
-    MICRO_BATCH,
-    SHARDED_FORWARD,
-    GradientCheck,
-    Tensors,
-    clip_by_norm,
-    local_parts,
-    sum_of_squares,
-    transformer_blocks,
-)
-from .reduction import TreeSum, reduce_scatter_pairwise
+from .base import SHARDED_FORWARD, GradientTree, Tensors, local_parts, transformer_blocks
+from .reduction import reduce_scatter_pairwise
 
 
 class ShardedModel(torch.nn.Module):
@@ -85,10 +75,8 @@ class FullyShardStrategy:
         # FSDP2's own reduce_dtype would also round the sums over the micro-batches of a logical rank.
         self.reduce_dtype = DTYPES["bf16"] if settings.reduce_dtype == "bf16" else None
         self.logical_ranks: Sequence[int] = plan.logical_ranks_of(world.rank, interleaved=True)
-        self.sums = TreeSum()
-        self.parameters: list[torch.nn.Parameter] = []
-        self.check_gradients = GradientCheck(settings.ddp_find_unused_parameters)
-        self.used: set[int] = set()  # parameters that have a gradient of a logical rank other than the last one
+        self.allow_unused = settings.ddp_find_unused_parameters
+        self.tree: GradientTree  # from `wrap` on
 
     def wrap(self, model: torch.nn.Module) -> ShardedModel:
         """Shard the model's parameters in place, by transformer block. Collective.
@@ -114,8 +102,9 @@ class FullyShardStrategy:
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.world.levels, self.reduce_dtype))
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)  # PairwiseReduceScatter divides
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return ShardedModel(model)
+        wrapped = ShardedModel(model)
+        self.tree = GradientTree(wrapped, self.plan, allow_unused=self.allow_unused, dtype=self.reduce_dtype)
+        return wrapped
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
         return ShardedAdamW(groups, **options)
@@ -131,54 +120,12 @@ class FullyShardStrategy:
         """
         assert isinstance(wrapped, ShardedModel)
         assert isinstance(wrapped.module, FSDPModule)
-        done = number + 1
-        is_last_of_logical_rank = done % self.plan.accumulation_steps == 0
-        wrapped.module.set_requires_gradient_sync(is_last_of_logical_rank)
-        with record_function(MICRO_BATCH):
+        wrapped.module.set_requires_gradient_sync((number + 1) % self.plan.accumulation_steps == 0)
+        with self.tree.accumulate(number):
             yield
-            if done == self.plan.micro_batches_per_step:
-                self._add_kept_gradients()
-                self.check_gradients(wrapped.module)
-            elif is_last_of_logical_rank:
-                self._move_gradients_to_sums()
 
-    def _move_gradients_to_sums(self) -> None:
-        """Add a logical rank's gradients to the partial sums, and clear them for the next logical rank."""
-        self.used |= {i for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
-        self.sums.add(self._rounded(local_parts(map(_gradient, self.parameters))))
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def _add_kept_gradients(self) -> None:
-        """Add the partial sums to the gradients of the last logical rank."""
-        if not self.sums.partial_sums and self.reduce_dtype is None:
-            return
-        for i in self.used:  # a parameter may have a gradient of another logical rank only
-            self.parameters[i].grad = _gradient(self.parameters[i])
-        with_gradient = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
-        gradients = local_parts(with_gradient.values())
-        rounded = self._rounded(gradients)
-        self.sums.add_to_last_leaf(rounded, list(with_gradient))
-        if rounded is not gradients:
-            torch._foreach_copy_(gradients, rounded)
-        self.sums.clear()
-        self.used.clear()
-
-    def _rounded(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Round gradients to `--reduce_dtype`. A sum over the ranks stays as it is: `PairwiseReduceScatter` rounded it.
-
-        With one rank, FSDP2 exchanges nothing, so they are not rounded yet.
-        """
-        return gradients if self.reduce_dtype is None else [gradient.to(self.reduce_dtype) for gradient in gradients]
-
-    @record_function(CLIP)
     def clip_grad_norm(self, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
-        gradients = local_parts(parameter.grad for parameter in self.parameters if parameter.grad is not None)
-        total = sum_of_squares(gradients).to(self.world.device)
-        dist.all_reduce(total)
-        norm = (total.sqrt() / loss_scale).to(self.parameters[0].dtype)
-        clip_by_norm(gradients, norm, max_norm, loss_scale=loss_scale)
-        return norm
+        return self.tree.clip_grad_norm(max_norm, loss_scale, sharded=True)
 
     def gather_model_state(self, model: torch.nn.Module) -> Tensors:
         """Gather one parameter after another, so that only rank 0 holds the complete state dict, on the CPU."""
@@ -221,8 +168,3 @@ class PairwiseReduceScatter(ReduceScatter):
         else:  # divided first, so that what is rounded does not depend on the number of ranks
             mean = reduce_scatter_pairwise(chunks.div_(group.size()).to(self.dtype), self.levels)
         output_tensor.copy_(mean)
-
-
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return a parameter's gradient: zeros if it takes no part in the loss."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
