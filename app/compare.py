@@ -101,7 +101,7 @@ def print_summary(comparison: dict[str, Any]) -> None:
     index = [escape_control_characters(row["name"]) for row in rows]  # one contains the name of a class
     table = pd.DataFrame([[*row["cells"], row["difference"]] for row in rows], index, header)
     print(f"\n{table.to_string()}\n")
-    if "seeds" in comparison or comparison["first_difference"] is not None:  # otherwise it is the conclusion
+    if "seeds" in comparison or not comparison["same_predictions"]:  # otherwise it adds nothing to the conclusion
         print(escape_control_characters(comparison["verdict"]))
 
 

@@ -19,6 +19,7 @@ from ..training.prepare import Preparation
 from .run_folder import settings_content
 
 PREFIXES = {STEPS.name: "train", EVALUATIONS.name: "eval", METRICS.name: "final"}
+NO_METRICS = ("positive_class",)  # the number of a class
 LOG_TEXT = ("tensorboard", "wandb", "trackio")  # the others log numbers only
 # Otherwise they redirect the output of the whole process.
 QUIET = {
@@ -50,7 +51,8 @@ class Trackers:
             step = line.pop("step")
             if file == STEPS.name:
                 line["examples_per_second"] = line["examples"] / line["seconds"]
-            numbers = {f"{PREFIXES[file]}/{k}": value for k, value in line.items() if isinstance(value, int | float)}
+            metrics = {k: value for k, value in line.items() if isinstance(value, int | float) and k not in NO_METRICS}
+            numbers = {f"{PREFIXES[file]}/{k}": value for k, value in metrics.items()}
             for name, tracker in list(self.started.items()):
                 with self._drop_if_it_fails(name):
                     # Without these arguments, TensorBoard would round to fp32.

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..common.errors import UserError
+from ..metrics.score import name_f1
 from ..runs.reader import Run
 from ..runs.schema import MODEL, MODEL_FOLDER, probability_column
 
@@ -91,8 +92,14 @@ def _predictions(a: Run, b: Run) -> Compared:
         for name, x, y in zip(columns.values(), row_a, row_b, strict=True):
             yield f"prediction for row {row_a[0]}: the {name}", x, y
     yield "the number of predictions", len(a.predictions), len(b.predictions)
+    yield "the F1 score", name_f1(positive_class(a), a.split["classes"]), name_f1(positive_class(b), b.split["classes"])
     for name in ("accuracy", "f1", "loss"):
         yield f"the test {name}", a.metrics[name], b.metrics[name]
+
+
+def positive_class(run: Run) -> int | None:
+    """Return the class whose F1 was computed. Runs of earlier versions did not record it: it was the second of two."""
+    return run.metrics.get("positive_class", 1 if len(run.split["classes"]) == 2 else None)
 
 
 def read_weights(folder: Path) -> Weights:

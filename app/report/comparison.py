@@ -17,7 +17,7 @@ from sklearn.metrics import confusion_matrix
 from ..common.errors import UserError
 from ..runs.reader import Run
 from .baselines import measure_baselines
-from .bitwise import check_same_rows, first_difference, first_differing_step
+from .bitwise import check_same_rows, first_difference, first_differing_step, positive_class
 from .explanation import explain
 from .statistics import paired, verdict, wilson_interval
 
@@ -54,11 +54,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
             {"path": run.settings["path"], "folder": str(run.folder), "world_size": run.settings["world_size"]}
             | {name: run.metrics[name] for name in PER_RUN}
             | {name: run.metrics.get(name) for name in PER_RUN_IF_KNOWN}
-            # Runs of earlier versions did not record it: it was the second of two classes.
-            | {
-                "steps": len(run.steps),
-                "positive_class": run.metrics.get("positive_class", 1 if len(a.split["classes"]) == 2 else None),
-            }
+            | {"steps": len(run.steps), "positive_class": positive_class(run)}
             for run in (a, b)
         ],
         "split_fingerprint": a.split["fingerprint"],
@@ -136,12 +132,9 @@ def calibration(run: Run) -> list[Any]:
 
 
 def _compare(a: Run, b: Run) -> dict[str, Any]:
-    """Return where two runs on the same rows first differ; only if they do, also why, and what that means."""
+    """Return where two runs on the same rows first differ, how often each is right, and why, and what that means."""
     check_same_rows(a, b)
     difference, step = first_difference(a, b), first_differing_step(a, b)
-    found = {"first_difference": difference, "first_differing_step": step}
-    if difference is None:
-        return found | {"verdict": IDENTICAL_TRAINING, "explanation": None, "statistics": None}
     correct_a, correct_b = (_correct(run) for run in (a, b))
     compared = paired(correct_a, correct_b)
     statistics = {
@@ -153,8 +146,11 @@ def _compare(a: Run, b: Run) -> dict[str, Any]:
         "difference": compared.difference and dataclasses.asdict(compared.difference),
         "p_value": compared.p_value,
     }
+    found = {"first_difference": difference, "first_differing_step": step, "statistics": statistics}
+    if difference is None:
+        return found | {"verdict": IDENTICAL_TRAINING, "explanation": None}
     conclusion = verdict(compared, *run_names(a, b), unit="test row")
-    return found | {"verdict": conclusion, "explanation": explain(a, b, difference), "statistics": statistics}
+    return found | {"verdict": conclusion, "explanation": explain(a, b, difference)}
 
 
 def _describe_rows(a: Run, b: Run, positions: NDArray[np.intp]) -> list[dict[str, Any]]:

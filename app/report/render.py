@@ -104,14 +104,15 @@ def identity(comparison: dict[str, Any]) -> str:
 def metric_rows(comparison: dict[str, Any], metrics: Sequence[tuple[str, str, str, float]]) -> list[dict[str, Any]]:
     """Return metrics of both runs, formatted, with their difference, which is A - B as everywhere in the report."""
     rows, classes = [], comparison["classes"]
-    f1 = " and ".join(dict.fromkeys(name_f1(run["positive_class"], classes) for run in comparison["runs"]))
+    f1 = [*dict.fromkeys(name_f1(run["positive_class"], classes) for run in comparison["runs"])]
     for name, key, form, unit in metrics:
         # The memory is a list with a number per rank.
         values = [np.nan if run[key] is None else float(np.max(run[key])) / unit for run in comparison["runs"]]
-        difference = values[0] - values[1]
+        # Scores of different classes have no difference.
+        difference = values[0] - values[1] if len(f1) == 1 or key not in ("f1", "precision", "recall") else np.nan
         rows.append(
             {
-                "name": f1 if key == "f1" else name,
+                "name": " and ".join(f1) if key == "f1" else name,
                 "cells": [_format(value, form) for value in values],
                 "difference": "=" if difference == 0 else _format(difference, "+z" + form).replace("-", "−"),
             }

@@ -63,6 +63,7 @@ CHANGES = [
         "prediction for row {row}: the probability of '1' is ",
         lambda run: increase(run.predictions["probability_1"].array, 3, 6),
     ),
+    ("the F1 score is 'F1 (class 1)' in ", lambda run: run.metrics.update(positive_class=0)),
     ("the test accuracy is ", lambda run: increase(run.metrics, "accuracy")),
     ("the test f1 is ", lambda run: increase(run.metrics, "f1", "loss")),
     ("the test loss is ", lambda run: increase(run.metrics, "loss")),

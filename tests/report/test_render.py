@@ -15,7 +15,7 @@ import pytest
 
 from app.common.formats import markdown_cell
 from app.report.comparison import compare_runs, compare_seeds
-from app.report.render import as_html, as_markdown, write_comparison
+from app.report.render import SCORES, as_html, as_markdown, metric_rows, write_comparison
 
 SCRIPT = "<script>document.title='ran'</script>"
 IMAGE = "<img src=x onerror=\"document.title='ran'\">"
@@ -124,12 +124,26 @@ def test_the_reports_show_the_values(comparison):
         assert "step 1: the loss is " in page
 
 
+def test_scores_of_different_classes_have_no_difference(make_pair):
+    runs = make_pair(same=True)
+    runs[1].metrics["positive_class"] = 0
+    comparison = compare_runs(*runs, baselines=False)
+    table = {row["name"]: (row["cells"], row["difference"]) for row in metric_rows(comparison, SCORES)}
+    assert table["F1 (class 1) and F1 (class 0)"] == (["0.5000", "0.5000"], "–")
+    assert table["test loss"] == (["0.4000", "0.4000"], "=")
+    markdown, text = texts(comparison)
+    assert "F1 (class 1) and F1 (class 0) 0.5000 0.5000 –" in text
+    assert "| F1 (class 1) and F1 (class 0) | 0.5000 | 0.5000 | – |" in markdown
+
+
 def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
     markdown, text = as_markdown(identical), Page(as_html(identical)).text
     total, numbers = identical["n_misclassified_by_both"], [row["row"] for row in identical["misclassified_by_both"]]
     assert total > len(numbers) == 20
     assert "differently" not in markdown
-    assert not re.search("rained differently|Settings that differ|interval|p = |−", text)
+    assert not re.search("rained differently|Settings that differ|p = |−|Correct only in", text + markdown)
+    interval = "{low:.1%} – {high:.1%}".format(**identical["statistics"]["accuracy_a"])
+    assert (text.count("interval"), text.count(interval), markdown.count(interval)) == (1, 1, 1)
     assert [text.count(once) for once in ("Confusion matrix", "Calibration", "both runs")] == [1, 1, 3]
     assert as_html(identical).count('<i class="bar') == 20, "one for each review"
     section = markdown.partition("Misclassified by both, most confident first")[2]
