@@ -56,11 +56,7 @@ def reject_used(requested: str | None) -> None:
 
 
 def lock(folder: Path) -> int:
-    """Keep other jobs out of a folder until the returned descriptor is closed or this process ends.
-
-    Raises:
-        UserError: another job has locked it, or it cannot be opened.
-    """
+    """Keep other jobs out until the returned descriptor is closed. Raises UserError if one is in, or it fails."""
     try:
         # A file, because NFS does not pass the lock of a folder on to other machines.
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)

@@ -15,6 +15,7 @@ from .csv_escape import escape
 from .schema import EVALUATIONS, METRICS, PREDICTIONS, SETTINGS, SPLIT, STEPS, prediction_columns, probability_column
 
 T = TypeVar("T")
+SCORES = ("accuracy", "f1", "loss", "train_seconds", "train_examples_per_second")  # of metrics.json
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,6 @@ class Run:
     """A finished run, read from its files alone.
 
     Attributes:
-        steps: the lines of steps.jsonl, in order.
         predictions: one row per test row in file order: `row` (int64), `label`, `predicted` (str),
             `probability_<class>` (float64), `review` (str, with the escapes of the file).
     """
@@ -42,24 +42,19 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read the run in a folder.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
-    settings, split, metrics = (read_object(folder, file) for file in (SETTINGS, SPLIT, METRICS))
+    """Read the run in a folder. Raises UserError, which names the file, if one is missing or damaged."""
+    settings = read_object(folder, SETTINGS, path=str, world_size=int)
+    split = read_object(folder, SPLIT, classes=list, fingerprint=str)
+    metrics = read_object(folder, METRICS, n_test=int, **dict.fromkeys(SCORES, float | int))
+    steps = _read(folder / STEPS, lambda path: _lines(path, step=int, loss=float | int))
     evaluations = _read(folder / EVALUATIONS, _lines) if (folder / EVALUATIONS).exists() else []
-    predictions = _read(folder / PREDICTIONS, lambda path: _predictions(path, split["classes"]))
-    return Run(folder, settings, split, _read(folder / STEPS, _lines), evaluations, metrics, predictions)
+    predictions = _read(folder / PREDICTIONS, lambda path: _predictions(path, split["classes"], metrics["n_test"]))
+    return Run(folder, settings, split, steps, evaluations, metrics, predictions)
 
 
-def read_object(folder: Path, file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of a run.
-
-    Raises:
-        UserError: it is missing, or cannot be read.
-    """
-    return _read(folder / file, lambda path: dict(json.loads(path.read_text(encoding="utf-8"))))
+def read_object(folder: Path, file: Path, **kinds: Any) -> dict[str, Any]:
+    """Return the content of a JSON file of a run. Raises UserError if it is missing, or lacks a key of these types."""
+    return _read(folder / file, lambda path: _object(path.read_text(encoding="utf-8"), kinds))
 
 
 def _read(path: Path, parse: Callable[[Path], T]) -> T:
@@ -73,14 +68,24 @@ def _read(path: Path, parse: Callable[[Path], T]) -> T:
         raise UserError(f"{path}: damaged or incomplete, or of another version: {text}") from None
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+def _object(text: str, kinds: dict[str, Any]) -> dict[str, Any]:
+    content = dict(json.loads(text))
+    for name, kind in kinds.items():
+        if not isinstance(content[name], kind):
+            raise TypeError(f"{name} is {content[name]!r}")
+    return content
 
 
-def _predictions(path: Path, classes: list[str]) -> pd.DataFrame:
+def _lines(path: Path, **kinds: Any) -> list[dict[str, Any]]:
+    return [_object(line, kinds) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _predictions(path: Path, classes: list[str], n: int) -> pd.DataFrame:
     columns = prediction_columns(classes)
     originals = {escape(name): name for name in [*columns, *classes]}
     cells = pd.read_csv(path, dtype="str", keep_default_na=False).rename(columns=originals)[columns]
+    if len(cells) != n:
+        raise ValueError(f"{len(cells)} rows, not the {n} of {METRICS}")
     for name in ("label", "predicted"):
         cells[name] = [originals[cell] for cell in cells[name]]
     return cells.astype({"row": "int64"} | dict.fromkeys(map(probability_column, classes), "float64"))
