@@ -64,6 +64,10 @@ CONTENT = {
     "model_code_sha256": "the model's Python code has changed",
     "tokens_sha256": "the tokenizer returns other tokens for the same reviews, or pads differently",
 }
+NEEDED = (  # the keys of run_state.json besides its step
+    *("settings", "threads", "arithmetic", "torch", "transformers", "total_steps", "fingerprint", "model_commit"),
+    *("model_config", *CONTENT),
+)
 
 
 @dataclass(frozen=True)
@@ -159,9 +163,9 @@ def find_checkpoint(
     if checkpoint is not None:
         state = json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
         if checkpoint.name != f"{PREFIX}{state.get('step')}":  # names decide which one is the latest
-            raise UserError(
-                f"{checkpoint}: only {PREFIX}<step>, under the name that it was written with, can be resumed"
-            )
+            raise UserError(f"{checkpoint}: can only be resumed as {PREFIX}<step>, under the name it was written with")
+        if missing := [key for key in NEEDED if key not in state]:
+            raise UserError(f"{checkpoint / RUN_STATE}: lacks {', '.join(missing)}: somebody has edited it")
         recorded = state["settings"] | {"threads": state["threads"]}
         return replace(found, checkpoint=checkpoint.absolute(), state=state, recorded=recorded)
     if requested is not None or run is not None:  # `reject_used` rejects an --output_dir that holds anything else
@@ -244,12 +248,7 @@ def changes_since(
 
 
 def check_compatible(
-    resume: Resume,
-    *,
-    settings: Settings,
-    fingerprint: str,
-    total_steps: int,
-    identity: Mapping[str, Any],
+    resume: Resume, *, settings: Settings, fingerprint: str, total_steps: int, identity: Mapping[str, Any]
 ) -> None:
     """Check that a checkpoint belongs to the same rows, model and schedule: otherwise bits would differ.
 

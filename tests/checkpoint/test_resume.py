@@ -268,7 +268,11 @@ def test_a_damaged_checkpoint_is_skipped_and_only_damaged_ones_are_no_reason_to_
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("checkpoint-good", "only checkpoint-<step>, under the name that it was written with"),
+        ("checkpoint-good", "can only be resumed as checkpoint-<step>, under the name it was written with"),
+        (
+            "edited",
+            r"edited/checkpoints/checkpoint-4/run_state.json: lacks settings, total_steps: ",
+        ),
         ("run", "another version of this program wrote it: resume it with that version"),
         ("unmounted", r"checkpoints: links to .*disk, which does not exist"),
     ],
@@ -276,6 +280,9 @@ def test_a_damaged_checkpoint_is_skipped_and_only_damaged_ones_are_no_reason_to_
 def test_what_is_no_checkpoint_is_named(folder, tmp_path, name, message):
     (tmp_path / "unmounted").mkdir()
     shutil.copytree(folder / LATEST_CHECKPOINT, tmp_path / "checkpoint-good")
+    file = shutil.copytree(folder, tmp_path / "edited") / LATEST_CHECKPOINT / RUN_STATE
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps({key: state[key] for key in state if key not in ("settings", "total_steps")}))
     edit_json(folder / LATEST_CHECKPOINT / RUN_STATE, format_version=RUN_STATE_VERSION - 1)
     (tmp_path / "unmounted" / CHECKPOINTS).symlink_to("disk")
     with pytest.raises(UserError, match=message):
