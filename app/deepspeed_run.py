@@ -11,6 +11,24 @@ identical results, and runs that can be resumed, use `--strategy zero1`, `zero2`
 
 from __future__ import annotations
 
+from .cli import OneLineParser
+from .program import Program
+from .setting_groups import CheckpointSettings, EvaluationSettings
+from .settings import TYPES
+
+# DeepSpeed's file decides on sharding, and this page has no checkpoints and no evaluations during training.
+LEFT_OUT = {"strategy", "cpu_offload", "ddp_comm_hook", "param_dtype", "reduce_dtype", "profile", "dry_run"}
+LEFT_OUT |= CheckpointSettings.__annotations__.keys() | EvaluationSettings.__annotations__.keys() - {"eval_batch_size"}
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    parser.add_argument("--deepspeed", metavar="FILE.json", required=True, help="DeepSpeed's configuration")
+
+
+PROGRAM = Program(__doc__, add_arguments, only=[name for name in TYPES if name not in LEFT_OUT])
+if __name__ == "__main__":
+    PROGRAM.check_command_line()  # before torch is imported
+
 import json
 import warnings
 from dataclasses import replace
@@ -22,26 +40,15 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer
 
-from .cli import OneLineParser
 from .common.errors import RunError, UserError
 from .ddp_loop import evaluate
 from .distributed.process_group import join
 from .model.dropout import RowDropout
 from .model.inputs import to_device
-from .program import Program
 from .record.run_record import RunRecord
-from .setting_groups import CheckpointSettings, EvaluationSettings
-from .settings import OF_AN_UPDATE, TYPES, Settings
+from .settings import OF_AN_UPDATE, Settings
 from .trainer.arguments import training_arguments
 from .training.prepare import Preparation, prepare
-
-# DeepSpeed's file decides on sharding, and this page has no checkpoints and no evaluations during training.
-LEFT_OUT = {"strategy", "cpu_offload", "ddp_comm_hook", "param_dtype", "reduce_dtype", "profile", "dry_run"}
-LEFT_OUT |= CheckpointSettings.__annotations__.keys() | EvaluationSettings.__annotations__.keys() - {"eval_batch_size"}
-
-
-def add_arguments(parser: OneLineParser) -> None:
-    parser.add_argument("--deepspeed", metavar="FILE.json", required=True, help="DeepSpeed's configuration")
 
 
 def main(settings: Settings, deepspeed: str) -> None:
@@ -121,4 +128,4 @@ class DeepSpeedTrainer(Trainer):
 
 
 if __name__ == "__main__":
-    Program(__doc__, add_arguments, only=[name for name in TYPES if name not in LEFT_OUT]).launch(main)
+    PROGRAM.launch(main)
