@@ -74,7 +74,7 @@ from .common.terminal import hides_progress
 from .data.loaders import build_eval_set, form_eval_batches
 from .data.reviews import Indices, ReviewTable, clean, describe_dropped
 from .data.sources import Source, open_file
-from .data.tokenize import describe_unknown, lengths_of, occurring_tokens, tokenize
+from .data.tokenize import describe_unknown, lengths_of, tokenize
 from .ddp_loop import evaluate
 from .distributed.collectives import broadcast_object, local_main_process_first
 from .distributed.environment import rank_and_sizes
@@ -82,12 +82,12 @@ from .distributed.process_group import join
 from .distributed.world import World
 from .metrics.score import find_positive_class, score
 from .model.hub import resolve_commit
-from .model.load import length_limit, load_trained
+from .model.load import load_trained, usable_length
 from .record.results import predictions_as_csv
 from .runs.reader import read_object
 from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
 from .settings import Settings
-from .training.build import check_rows, read_and_split
+from .training.build import agree_on_tokens, check_rows, read_and_split
 from .training.console import quiet_libraries
 
 Part = Literal["train", "validation", "test"]
@@ -119,23 +119,20 @@ def predict(task: Task, world: World) -> None:
         RunError: the output cannot be written, or logits are not finite.
     """
     quiet_libraries(world)
-    settings = task.settings
-    commit = broadcast_object(partial(resolve_commit, settings), world)
+    commit = broadcast_object(partial(resolve_commit, task.settings), world)
+    settings = replace(task.settings, revision=commit)
     with local_main_process_first(world):  # it downloads the model, and reads and tokenizes the CSV into the cache
-        model, tokenizer, warnings = load_trained(settings, world.device, commit)
+        model, tokenizer, warnings = load_trained(settings, world.device)
         names: Any = model.config.id2label or {}
         table, part, has_labels = read_rows(task, [str(names[class_id]) for class_id in sorted(names)])
         # `evaluate` needs a class of every row. Its scores are not used.
         with_classes = replace(table, labels=table.labels.clip(0))
-        limit = length_limit(model.config, tokenizer)
-        if task.run is None and "max_length" not in task.given:  # `pipeline` cuts there, too
-            settings = replace(settings, max_length=min(limit, tokenizer.model_max_length))
-        if settings.max_length > limit:
-            raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
+        requested = settings.max_length if task.run is not None or "max_length" in task.given else None
+        max_length = usable_length(model.config, tokenizer, requested)
         cache_dir = Path(settings.cache_dir) if task.texts is None else None
-        rows = tokenize(with_classes, tokenizer, settings.max_length, cache_dir=cache_dir)
-        check_rows(settings.model, model.config, table, rows=rows, tokens=occurring_tokens(rows))
-    tokenizer.padding_side = broadcast_object(lambda: tokenizer.padding_side, world)
+        rows = tokenize(with_classes, tokenizer, max_length, cache_dir=cache_dir)
+        may_share = check_rows(settings.model, model.config, table, rows=rows, to_train=False)
+    agree_on_tokens(rows, tokenizer, world)
     for line in filter(None, (*warnings, describe_unknown(rows, tokenizer))) if world.is_main_process else ():
         print(f"warning: {settings.model}: {line}", file=sys.stderr)
     # The batches, and with them the logits, are those of a run's evaluation, at any number of ranks.
@@ -143,7 +140,7 @@ def predict(task: Task, world: World) -> None:
         "rows to predict",
         rows.select(part),
         with_classes.labels[part],
-        batches=form_eval_batches(lengths_of(rows)[part], settings.eval_batch_size),
+        batches=form_eval_batches(lengths_of(rows)[part], settings.eval_batch_size if may_share else 1),
         collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of),
         world=world,
     )
@@ -271,6 +268,8 @@ def read_rows(task: Task, class_names: Sequence[str]) -> tuple[ReviewTable, Indi
         source = open_file(settings.csv_path, Path(settings.cache_dir), settings.encoding)
         has_labels = "label_column" in task.given or settings.label_column in source.table.column_names
     columns = (settings.text_column, settings.label_column if has_labels else None)
+    if not has_labels and "positive_class" in task.given:
+        raise UserError("--positive_class: only rows with labels have an F1, and these have none: remove the flag")
     table = clean({"train": source}, columns, class_names=class_names, label_names=settings.label_names)
     find_positive_class(settings, table.class_names)  # rejects another one before anything is predicted
     return table, np.arange(len(table), dtype=np.int64), has_labels

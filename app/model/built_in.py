@@ -108,19 +108,11 @@ def built_in_config(model: str, vocabulary_size: int, pad_token_id: int | None) 
     """Return the config of a built-in model."""
     shared: dict[str, Any] = {"vocab_size": vocabulary_size, "pad_token_id": pad_token_id, "hidden_size": HIDDEN_SIZE}
     if model == TINY_BERT:  # about 1.5 million parameters
-        return BertConfig(
-            **shared,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=512,
-            max_position_embeddings=512,
-        )
+        return BertConfig(**shared, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512)
+    # The defaults of these are not in this vocabulary.
+    unused: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
     return ModernBertConfig(  # about 0.7 million parameters
-        **shared,
-        bos_token_id=None,  # like the next three: unused, and the defaults are not in this vocabulary
-        eos_token_id=None,
-        cls_token_id=None,
-        sep_token_id=None,
+        **shared | unused,
         num_hidden_layers=1,
         layer_types=["sliding_attention"],
         local_attention=2 * max(OFFSETS),

@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
 
@@ -40,33 +41,32 @@ def resolve_commit(settings: ModelSettings) -> str | None:
         raise UserError(f"--revision {settings.revision}: {settings.model} is not on the Hub, so it has no revisions")
     commit = Path(model_folder(settings)).name if on_hub else None  # the cache has a folder for each commit
     if settings.model not in BUILT_IN:
-        fetch(AutoConfig, settings, commit)  # raises a mistake before `compare` starts a job
+        fetch(AutoConfig, settings)  # raises a mistake before `compare` starts a job
     return commit
 
 
-def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequence[str] = CONTENT) -> str:
+def model_folder(settings: ModelSettings, files: Sequence[str] = CONTENT) -> str:
     """Return the local folder that holds a model's files. Files on the Hub are downloaded into its cache.
 
     Args:
-        commit: The result of `resolve_commit`.
+        settings: Their `revision` is the result of `resolve_commit` to load all files from one commit.
         files: Patterns of the files that are needed.
 
     Raises:
         UserError: The folder is no model folder, there is no such model or revision on the Hub, or the Hub cannot be
             reached and the model is not in the local cache.
     """
-    name, revision = settings.model, commit or settings.revision
+    name, revision = settings.model, settings.revision
     if os.path.exists(name):
         if not Path(name, CONFIG_NAME).is_file():
             raise UserError(f"--model {name}: is not a model folder, because it has no {CONFIG_NAME}")
         return name
     download = partial(snapshot_download, name, revision=revision, allow_patterns=list(files))
     try:
-        if commit is not None:
+        if REGEX_COMMIT_HASH.match(revision or ""):
             with suppress(LocalEntryNotFoundError):
                 return download(local_files_only=True)
-        else:
-            HfApi().model_info(name, revision=revision, timeout=SECONDS)  # raises if it cannot be reached
+        HfApi().model_info(name, revision=revision, timeout=SECONDS)  # raises if it cannot be reached
         return download()  # by the name of a branch, which the cache then knows without a connection
     except RevisionNotFoundError:
         raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
@@ -82,15 +82,15 @@ def model_folder(settings: ModelSettings, commit: str | None = None, files: Sequ
             raise UserError(f"--model {name}: {reason}") from None
 
 
-def fetch(auto_class: Any, settings: ModelSettings, commit: str | None, **kwargs: Any) -> Any:
+def fetch(auto_class: Any, settings: ModelSettings, **kwargs: Any) -> Any:
     """Call `from_pretrained` of an Auto class, such as `AutoTokenizer`, for the model of the settings.
 
     Raises:
         UserError: The model cannot be loaded.
     """
-    folder = model_folder(settings, commit)
+    folder = model_folder(settings)
     for weights in WEIGHTS if auto_class is AutoModelForSequenceClassification else ():
-        model_folder(settings, commit, (*CONTENT, weights))
+        model_folder(settings, (*CONTENT, weights))
         if any(Path(folder).glob(weights)):
             break
     kwargs |= {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.errors import UserError
 from ..distributed.world import World
 
 # Modules of transformers in which a classifier uses the mask for bidirectional attention only: it builds a mask of four
@@ -30,33 +31,26 @@ BIDIRECTIONAL = {
 ENCODERS = BIDIRECTIONAL | {"transformers.models.modernbert.modeling_modernbert"}
 
 
-def match_inputs(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Make the tokenizer return the inputs that the model accepts, regardless of the tokenizer's configuration.
+def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> bool:
+    """Make the tokenizer return what a model accepts, padded where it changes no logits; tell if there is such a side.
 
-    Without the attention mask, a model would treat padding as text. An input that it does not name may be rejected or
-    misinterpreted.
-    """
-    accepted = inspect.signature(model.forward).parameters
-    names = [name for name in tokenizer.model_input_names if name in accepted]
-    if "attention_mask" in accepted and "attention_mask" not in names:
-        names.append("attention_mask")
-    tokenizer.model_input_names = names
-    tokenizer.init_kwargs["model_input_names"] = names  # written by save_pretrained
-
-
-def match_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> bool:
-    """Make the tokenizer pad on the side where padding does not change a row's logits; tell whether there is one.
-
-    With absolute positions, that is the right side, whatever the tokenizer's configuration says. XLNet, which has
+    An input that is not named may be rejected or misinterpreted, but code from a model's folder may pass on any inputs.
+    With absolute positions, padding belongs on the right, whatever the tokenizer's configuration says. XLNet, which has
     relative ones, reads its logits from the last position. Convolutions and FNet see the padding on both sides.
     """
-    row = tokenizer("0 1 2 3 4 5 6 7")
-    width = len(row["input_ids"])
+    accepted = inspect.signature(model.forward).parameters
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    passes_on &= type(model).__module__.startswith("transformers_modules.")
+    names = [name for name in tokenizer.model_input_names if passes_on or name in accepted]
+    if "input_ids" not in names:
+        raise UserError(f"--model {model.name_or_path}: its forward() does not accept input_ids")
+    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # written by save_pretrained
+    row = {name: [value] for name, value in tokenizer("0 1 2 3 4 5 6 7").items()}
+    width = len(row["input_ids"][0])
 
     def logits(width: int, side: str) -> torch.Tensor:
         options: Any = {"padding": "max_length", "max_length": width, "padding_side": side, "return_tensors": "pt"}
-        batch = tokenizer.pad({name: [value] for name, value in row.items()}, **options)
-        return model(**batch)[0].double()  # type: ignore[no-any-return]
+        return model(**tokenizer.pad(row, **options))[0].double()  # type: ignore[no-any-return]
 
     tokenizer.padding_side = "right"
     model.eval()  # as `from_pretrained` leaves it; a training step selects its mode itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.trainer_utils import align_special_tokens
 
 from ..common.errors import UserError
@@ -30,7 +32,7 @@ from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_token
 from .dropout import override_dropout
 from .hub import UNREAD, WEIGHTS, fetch, first_line
 from .identity import check_only_head_is_new, describe_config, match_classes, unused_weights
-from .inputs import match_inputs, match_padding
+from .inputs import match_tokenizer
 
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
 OFFSET_POSITIONS = {
@@ -38,6 +40,8 @@ OFFSET_POSITIONS = {
     *("roberta-prelayernorm", "ibert", "esm", "lilt", "luke", "markuplm"),
 }
 KINDS: Any = (None, "single_label_classification")  # the `problem_type` of a head for one of several classes
+FLASH_ATTENTION: Any = {"flash_attention_2": ("flash_attn", "flash-attn")}  # module and package
+FLASH_ATTENTION |= {"flash_attention_3": ("flash_attn_interface", "flash-attn-3")}
 CPU = torch.device("cpu")
 
 
@@ -51,45 +55,46 @@ class Classifier:
 
 
 def load_tokenizer(
-    settings: ModelSettings, train_texts: Iterable[str], commit: str | None = None, *, cache_dir: Path | None = None
+    settings: ModelSettings, train_texts: Iterable[str] | None, *, cache_dir: Path | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer or, for a built-in model, learn one from the training rows.
 
     Args:
-        commit: The result of `resolve_commit`.
+        train_texts: None to predict with a trained model.
         cache_dir: Keeps what is learned, for later calls with the same rows.
     """
-    if settings.model in BUILT_IN:
+    if settings.model in BUILT_IN and train_texts is not None:
         return learn_tokenizer(train_texts, VOCABULARY_SIZES[settings.model], cache_dir)
-    tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings, commit)
+    tokenizer: PreTrainedTokenizerBase = fetch(AutoTokenizer, settings)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers does not report missing files
         raise UserError(f"--model {settings.model}: its tokenizer has no vocabulary: are its files missing?")
-    tokenizer.model_max_length = int(min(float(tokenizer.model_max_length), 1e9))  # its file may have any number
+    try:
+        tokenizer.model_max_length = int(min(float(tokenizer.model_max_length), 1e9))  # its file may have any number
+    except (TypeError, ValueError):
+        problem = f"model_max_length in its {TOKENIZER_CONFIG_FILE} is no number: {tokenizer.model_max_length!r}"
+        raise UserError(f"--model {settings.model}: {problem}") from None
     if tokenizer.pad_token_id is None:
         # The mask excludes it, but it must not end each text: a classifier may look for the last token before it.
         end, usual = tokenizer("0")["input_ids"][-1:], (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
         tokenizer.pad_token = next((t for t in usual if t and tokenizer.convert_tokens_to_ids(t) not in end), None)
     if tokenizer.pad_token_id is None:
         raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
-    if fetch(AutoConfig, settings, commit).is_encoder_decoder:
+    # `tokenize` keeps the inputs in this list. RoCBERT's tokenizer returns more than it lists.
+    tokenizer.model_input_names = [*dict.fromkeys((*tokenizer.model_input_names, *tokenizer("0"), "attention_mask"))]
+    if train_texts is not None and fetch(AutoConfig, settings).is_encoder_decoder:
         # Such a model classifies the end of a text, and needs exactly one: "</s>" in a review is plain text.
         tokenizer.split_special_tokens = tokenizer.init_kwargs["split_special_tokens"] = True
     return tokenizer
 
 
 def classifier_config(
-    settings: Settings,
-    class_names: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    device: torch.device = CPU,
-    commit: str | None = None,
+    settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, device: torch.device = CPU
 ) -> PretrainedConfig:
     """Return the model's config, with a head for the classes of the data and the attention for the device."""
     if settings.model in BUILT_IN:
         config = built_in_config(settings.model, len(tokenizer), tokenizer.pad_token_id)
     else:
-        config = fetch(AutoConfig, settings, commit)
+        config = fetch(AutoConfig, settings)
     own, pad = config.pad_token_id, tokenizer.pad_token_id
     if config.model_type in OFFSET_POSITIONS and own not in (None, pad) and is_pretrained(settings.model):
         problem = f"its config counts positions from pad_token_id {own}, but its tokenizer pads with token {pad}"
@@ -110,8 +115,7 @@ def classifier_config(
     if settings.dropout is not None:
         override_dropout(config, settings.dropout)
     select_attention(config, settings, device)
-    if settings.max_length > (limit := length_limit(config, tokenizer)):
-        raise UserError(f"--max_length {settings.max_length}: {settings.model} accepts at most {limit} tokens")
+    usable_length(config, tokenizer, settings.max_length)
     return config
 
 
@@ -121,7 +125,6 @@ def load_classifier(
     tokenizer: PreTrainedTokenizerBase,
     *,
     device: torch.device = CPU,
-    commit: str | None = None,
     embeddings: NDArray[np.float32] | None = None,
 ) -> Classifier:
     """Load the classifier in training precision.
@@ -135,14 +138,14 @@ def load_classifier(
     Raises:
         UserError: As `classifier_config`, or the model cannot classify sequences.
     """
-    config = classifier_config(settings, class_names, tokenizer, device=device, commit=commit)
+    config = classifier_config(settings, class_names, tokenizer, device=device)
     content = describe_config(config)
     set_seed(settings.seed)
     if is_pretrained(settings.model):
-        origin = f"{settings.model} at {commit[:12]}" if commit else settings.model
-        model, found = load_weights(settings, config, commit)
+        origin = f"{settings.model} at {settings.revision[:12]}" if settings.revision else settings.model
+        model, found = load_weights(settings, config)
         new = check_only_head_is_new(settings.model, model, found)
-        own = fetch(AutoConfig, settings, commit)
+        own = fetch(AutoConfig, settings)
         origin += f"; new weights: {', '.join(new)}" if new else ""
         if all("pooler" in weight for weight in new):
             others = match_classes(model, [str(own.id2label[index]) for index in sorted(own.id2label)], class_names)
@@ -158,10 +161,9 @@ def load_classifier(
     # Trainer assumes that a forward() with **kwargs normalizes the loss by num_items_in_batch. Classification heads do
     # not, so it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
     model.accepts_loss_kwargs = False
-    match_inputs(tokenizer, model)
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(training_dtype(settings.precision))
-    if not match_padding(tokenizer, model):
+    if not match_tokenizer(tokenizer, model):
         origin += "; its logits depend on how far a batch is padded"
     if tokenizer.pad_token in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token):
         origin += f"; padded with its token {tokenizer.pad_token}"
@@ -169,21 +171,21 @@ def load_classifier(
     return Classifier(model, origin, content)
 
 
-def load_weights(settings: Settings, config: PretrainedConfig, commit: str | None) -> Any:
+def load_weights(settings: Settings, config: PretrainedConfig) -> Any:
     """Return the classifier, and what `from_pretrained` reports about its weights, some of which may be new."""
     dtype = training_dtype(settings.precision)  # the config may name a shorter type, to which all would be rounded
     options = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    return fetch(AutoModelForSequenceClassification, settings, commit, **options)
+    return fetch(AutoModelForSequenceClassification, settings, **options)
 
 
 def load_trained(
-    settings: Settings, device: torch.device, commit: str | None
+    settings: Settings, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str | None]]:
     """Return a trained classifier to predict with the classes in its `config.id2label`, its tokenizer, and warnings."""
     name = settings.model
     if name in BUILT_IN:
         raise UserError(f"`{name}` is untrained: name the folder of a run, a model folder, or a model on the Hub")
-    tokenizer, config = load_tokenizer(settings, (), commit), fetch(AutoConfig, settings, commit)
+    tokenizer, config = load_tokenizer(settings, None), fetch(AutoConfig, settings)
     names = config.id2label or {}
     if len(names) < 2 or config.problem_type not in KINDS:
         raise UserError(f"{name}: is not a classifier that predicts one of several classes")
@@ -193,13 +195,12 @@ def load_trained(
         config.pad_token_id = tokenizer.pad_token_id
     elif config.pad_token_id in range(len(tokenizer)):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
-    model, found = load_weights(settings, config, commit)
+    model, found = load_weights(settings, config)
     unused, new = unused_weights(found), check_only_head_is_new(name, model, found)
     if missing := new or sorted(found["missing_keys"]):
         remedy = f", but {unused}" if unused else "; train it first"
         raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]} that fits its config{remedy}")
-    match_inputs(tokenizer, model)
-    depends = None if match_padding(tokenizer, model) else "its logits depend on how far a batch is padded"
+    depends = None if match_tokenizer(tokenizer, model) else "its logits depend on how far a batch is padded"
     return model.to(device).eval(), tokenizer, [depends, unused and f"unused weights: {unused}"]
 
 
@@ -223,6 +224,13 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
     if getattr(config, "attention_type", None) == "block_sparse":
         config.attention_type = "original_full"  # to which a BigBird changes for good at its first short batch
     chosen = settings.attn_implementation or getattr(config, "_attn_implementation", None)
+    module, package = FLASH_ATTENTION.get(settings.attn_implementation, (None, None))
+    if module is not None and not (find_spec(module) or find_spec("kernels")):
+        raise UserError(f"--attn_implementation {chosen}: needs the package {package}: install it, or choose sdpa")
+    if "lsh" in getattr(config, "attn_layers", ()):
+        raise UserError(
+            f"--model {settings.model}: its LSH attention draws random numbers, and depends on its first batch"
+        )
     if config.model_type == "modernbert" and settings.precision == "fp64":
         # Its eager attention computes the softmax in fp32, in which fp64's mask of padding overflows to NaN.
         chosen = chosen or "sdpa"
@@ -266,9 +274,16 @@ def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any
         outputs["loss"] = outputs["loss"] * (1 + 0 * outputs["loss"].detach())
 
 
-def length_limit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of tokens that the model can process, or that its tokenizer returns, if it has no limit."""
+def usable_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, requested: int | None) -> int:
+    """Return the number of tokens at which texts are cut: the requested one or, as by `pipeline`, the tokenizer's.
+
+    Raises:
+        UserError: the model accepts fewer tokens than requested.
+    """
+    limit = tokenizer.model_max_length
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if positions and positions > 0:
-        return int(positions) - ((config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0)
-    return tokenizer.model_max_length
+        limit = int(positions) - ((config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0)
+    if requested is not None and requested > limit:
+        raise UserError(f"--max_length {requested}: the model accepts at most {limit} tokens")
+    return requested or min(limit, tokenizer.model_max_length)

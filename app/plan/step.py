@@ -78,10 +78,10 @@ def build_plan(settings: Settings, topology: Topology) -> Plan:
         UserError: the data, the batch size or the model is invalid.
     """
     table, split, batches = read_and_split(settings, topology.ranks)
-    commit = resolve_commit(settings)
-    tokenizer = load_tokenizer(settings, table.sample_texts(split.train), commit)
+    settings = replace(settings, revision=resolve_commit(settings))
+    tokenizer = load_tokenizer(settings, table.sample_texts(split.train))
     device = torch.device("cuda" if torch.cuda.is_available() and not settings.use_cpu else "cpu")
-    config = classifier_config(settings, table.class_names, tokenizer, device=device, commit=commit)
+    config = classifier_config(settings, table.class_names, tokenizer, device=device)
     tokens = occurring_tokens(tokenize(table, tokenizer, settings.max_length))
     n_tokens = len(tokens_of_model(tokens, tokenizer, config))
     return plan_step(settings, config, batches, n_tokens=n_tokens, device=device, topology=topology)

@@ -22,7 +22,7 @@ from ..data.reviews import Indices, ReviewTable, clean, list_rows
 from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import open_sources
 from ..data.split import Split, count_duplicates, split_reviews
-from ..data.tokenize import lengths_of, occurring_tokens, sum_over_tokens, tokenize
+from ..data.tokenize import hash_tokens, lengths_of, occurring_tokens, sum_over_tokens, tokenize
 from ..distributed.collectives import all_gather_object, broadcast_object, local_main_process_first, raise_on_all_ranks
 from ..distributed.world import World
 from ..metrics.score import find_positive_class
@@ -125,12 +125,12 @@ def build_data(settings: Settings, world: World) -> ReviewData:
         table, split, plan = read_and_split(settings, world.size, cache_dir)
     versions = {library.__name__: library.__version__.partition("+")[0] for library in (torch, transformers)}
     check_equal(versions, world, remedy="install the same versions on every node")
-    facts = {"rows with the split fingerprint": split.fingerprint[:12]}
-    check_equal(facts, world, remedy="give every node the same reviews")
+    rows_hash = {"rows with the split fingerprint": split.fingerprint[:12]}
+    check_equal(rows_hash, world, remedy="give every node the same reviews")
     commit = broadcast_object(partial(resolve_commit, settings), world)
     texts = table.sample_texts(split.train)
     with local_main_process_first(world):
-        tokenizer = load_tokenizer(settings, texts, commit, cache_dir=cache_dir)
+        tokenizer = load_tokenizer(replace(settings, revision=commit), texts, cache_dir=cache_dir)
     # If every node learned them, nodes with different CPUs could get different last bits.
     embeddings = broadcast_object(partial(embeddings_of, settings.model, tokenizer, texts, cache_dir=cache_dir), world)
     with local_main_process_first(world):  # it writes the tokens into the cache, unless they depend on Python code
@@ -158,56 +158,53 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
         AgreedError: a user's mistake on any rank.
     """
     with local_main_process_first(world):
-        classifier = load_classifier(
-            settings,
-            data.table.class_names,
-            data.tokenizer,
-            device=world.device,
-            commit=data.commit,
-            embeddings=data.embeddings,
-        )
-        tokens = occurring_tokens(data.rows)
-        check_rows(settings.model, classifier.model.config, data.table, rows=data.rows, tokens=tokens)
-        used = tokens_of_model(tokens, data.tokenizer, classifier.model.config)
+        pinned, names = replace(settings, revision=data.commit), data.table.class_names
+        classifier = load_classifier(pinned, names, data.tokenizer, device=world.device, embeddings=data.embeddings)
+        accepted = {*data.tokenizer.model_input_names, "labels"}  # only the model knows them
+        data.rows.set_format(columns=[name for name in data.rows.column_names if name in accepted])
+        check_rows(settings.model, classifier.model.config, data.table, rows=data.rows, to_train=True)
+        used = tokens_of_model(occurring_tokens(data.rows), data.tokenizer, classifier.model.config)
         trim_vocabulary(classifier.model, used, keep_unused=world.is_main_process)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
-    data.tokenizer.padding_side = broadcast_object(lambda: data.tokenizer.padding_side, world)  # it depends on rounding
+    agree_on_tokens(data.rows, data.tokenizer, world)
     return classifier
 
 
-def check_rows(
-    model: str,
-    config: PretrainedConfig,
-    table: ReviewTable,
-    *,
-    rows: Dataset,
-    tokens: NDArray[np.int64],
-) -> None:
-    """Check that the model can process the tokens of every review: training would end with a failure otherwise.
+def agree_on_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    """Make all ranks pad on the side that rank 0 has found, and check that they have the same tokens. Collective."""
+    tokenizer.padding_side = broadcast_object(lambda: tokenizer.padding_side, world)  # it depends on rounding
+    facts = {"tokens with the hash": hash_tokens(rows, tokenizer)[:12]}
+    check_equal(facts, world, remedy="give every node the same files of the model")
+
+
+def check_rows(model: str, config: PretrainedConfig, table: ReviewTable, *, rows: Dataset, to_train: bool) -> bool:
+    """Check that the model can process the tokens of every review, and tell whether any of them can share a batch.
 
     Args:
-        tokens: as returned by `occurring_tokens`.
+        to_train: whether they have to share batches.
 
     Raises:
         UserError: names the rows or the token that it cannot process, and the remedy.
     """
-    text_config, is_empty = config.get_text_config(), lengths_of(rows) == 0
+    text_config, is_empty, n_ends = config.get_text_config(), lengths_of(rows) == 0, np.ones(1)
     if is_empty.any():
         found = list_rows(table.rows[is_empty])
         raise UserError(f"--model {model}: its tokenizer returns no token for {found}: remove them in {table.path}")
     if config.is_encoder_decoder and not config.model_type.startswith("t5gemma"):  # which reads the last token
-        is_wrong = sum_over_tokens(rows, lambda tokens: tokens == config.eos_token_id) != 1
-        if is_wrong.any():
+        n_ends = sum_over_tokens(rows, lambda tokens: tokens == config.eos_token_id)
+        if (is_wrong := (n_ends != 1) if to_train else (n_ends < 1)).any():
             found, end = list_rows(table.rows[is_wrong]), f"its end-of-sequence token (id {config.eos_token_id})"
-            raise UserError(f"--model {model}: it needs {end} exactly once per text, unlike in {found} of {table.path}")
+            times = "exactly" if to_train else "at least"
+            raise UserError(f"--model {model}: it needs {end} {times} once per text, unlike in {found} of {table.path}")
     size = getattr(text_config, "vocab_size", None)
-    largest = max(tokens[-1], text_config.pad_token_id or 0)
+    largest = max(occurring_tokens(rows)[-1], text_config.pad_token_id or 0)
     if size is not None and largest >= size:
         raise UserError(
             f"--model {model}: its tokenizer returns token id {largest}, but its config has vocab_size {size}: resize "
             "the model's embeddings, or use the tokenizer that belongs to it"
         )
+    return bool((n_ends == n_ends[0]).all())
 
 
 def check_equal(facts: Mapping[str, object], world: World, *, remedy: str) -> None:

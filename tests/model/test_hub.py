@@ -63,8 +63,8 @@ def publish(branch: str, commit: str) -> None:
 def hub(request, tmp_path, monkeypatch) -> Iterator[ThreadingHTTPServer]:
     """A Hub with commits of different weights on its branches `main` and `branch`, and an empty cache."""
     Hub.pages = {}
-    publish("main", MAIN)
-    publish("branch", BRANCH)
+    for branch, commit in {"main": MAIN, "branch": BRANCH, MAIN: MAIN, BRANCH: BRANCH}.items():
+        publish(branch, commit)
     for commit, bias in BIASES.items():
         folder = write_model(tmp_path / commit, "bert")
         (folder / "unneeded").touch()
@@ -96,8 +96,8 @@ def settings_of(revision: str | None = None, model: str = "someone/model") -> Se
 
 def commit_of_weights(commit: str | None, revision: str | None = None) -> str:
     """Return the commit whose weights are loaded."""
-    settings = settings_of(revision)
-    loaded = load_classifier(settings, ["0", "1"], load_tokenizer(settings, [], commit), commit=commit)
+    settings = settings_of(commit or revision)
+    loaded = load_classifier(settings, ["0", "1"], load_tokenizer(settings, []))
     (commit,) = (commit for commit, bias in BIASES.items() if (loaded.model.classifier.bias == bias).all())
     return commit
 

@@ -59,8 +59,8 @@ def error_message(model: Path | str, **settings: Any) -> str:
 @pytest.mark.parametrize("weights", [False, True])
 def test_any_architecture_becomes_a_classifier_for_the_classes_of_the_data(folder, name, weights):
     settings = Settings(model=str(folder(name, weights)), max_length=32, dropout=0.0)
+    edit_json(Path(settings.model, "tokenizer_config.json"), model_input_names=["input_ids", "token_type_ids"])
     tokenizer = load_tokenizer(settings, TEXTS)
-    tokenizer.model_input_names = ["input_ids", "token_type_ids"]
     classifier = load_classifier(settings, ["bad", "good", "mixed"], tokenizer)
     model = classifier.model
     assert json.loads(json.dumps(classifier.config, allow_nan=False)) == classifier.config
@@ -126,6 +126,16 @@ MISTAKES = [
     ("bert", LAYERDROP, {"ddp_find_unused_parameters": True, "strategy": "zero3"}, "use --strategy ddp or zero1"),
     ("roberta", {}, {"max_length": 66}, "accepts at most 65"),  # its positions start after the padding id, 0
     ("fnet", {}, {"attn_implementation": "sdpa"}, r"FNet\w+ does not support an attention implementation"),
+    *(
+        ("bert", {}, {"attn_implementation": f"flash_attention_{n}"}, rf"^--attn\S+ flash\S+_{n}: .* flash-")
+        for n in (2, 3)
+    ),
+    (
+        "bert",
+        {"model_type": "reformer", "attn_layers": ["lsh"], "axial_pos_embds": False},
+        {},
+        "its LSH attention draws random numbers",
+    ),
 ]
 
 
@@ -155,6 +165,8 @@ EVIL = '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}'
         ("tf_model.h5", b"weights", "its weights in tf_model.h5 are not read: save them as model.safetensors"),
         ("tokenizer.json", "[]", "its tokenizer cannot be loaded"),
         ("tokenizer_config.json", "[" * 100_000, "its tokenizer cannot be loaded"),
+        ("tokenizer_config.json", '{"model_max_length": "many"}', "in its tokenizer_config.json is no number: 'many'"),
+        ("tokenizer_config.json", '{"model_max_length": NaN}', "in its tokenizer_config.json is no number: nan"),
         ("config.json", "3", "cannot be loaded"),
         ("config.json", '{"model_type": "no-such-type"}', "no-such-type"),
         ("config.json", EVIL, "its config cannot be loaded: .* --trust_remote_code runs it"),
@@ -234,6 +246,51 @@ def test_an_end_of_sequence_token_in_a_review_of_an_encoder_decoder_is_plain_tex
     load_classifier(settings, ["bad", "good"], tokenizer).model(**tokenizer(texts, padding=True, return_tensors="pt"))
     tokenizer.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")(texts)["input_ids"] == tokenizer(texts)["input_ids"]
+
+
+CODE = """
+from transformers import BertConfig, BertForSequenceClassification
+
+
+class Config(BertConfig):
+    model_type = "of-its-own"
+
+
+class Model(BertForSequenceClassification):
+    config_class = Config
+
+    def forward(self, {}):
+        return super().forward({})
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "n_inputs"),
+    [
+        ("*args, **kwargs", 3),  # it passes on all that it gets
+        ("input_ids, **kwargs", 3),
+        ("input_ids, attention_mask", 2),
+        ("ids", 0),
+    ],
+)
+def test_code_from_a_models_folder_gets_the_inputs_that_it_accepts(folder, monkeypatch, tmp_path, parameters, n_inputs):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForSequenceClassification": "code.Model"}
+    path, every = folder("bert", weights=True), ["input_ids", "token_type_ids", "attention_mask"]
+    edit_json(path / "tokenizer_config.json", model_input_names=every)
+    (path / "code.py").write_text(CODE.format(parameters, parameters))
+    plain = AutoModelForSequenceClassification.from_pretrained(path)
+    edit_json(path / "config.json", auto_map=auto_map, model_type="of-its-own")
+    settings = Settings(model=str(path), max_length=32, trust_remote_code=True)
+    tokenizer = load_tokenizer(settings, TEXTS)
+    if n_inputs == 0:
+        with pytest.raises(UserError, match=r"forward\(\) does not accept input_ids$"):
+            load_classifier(settings, "ab", tokenizer)
+    else:
+        model = load_classifier(settings, "ab", tokenizer).model
+        batch = tokenizer(["差，第一次好。", "好"], padding=True, return_tensors="pt")
+        assert [*batch] == every[:: 4 - n_inputs], "without types of tokens if it does not name them"
+        assert torch.allclose(model.eval()(**batch).logits, plain(**batch).logits, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -35,12 +35,18 @@ def test_the_model_is_loaded_into_main_memory_whatever_the_device(world, tmp_pat
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
 
 
-def test_nodes_with_other_versions_of_a_library_are_a_mistake(world, tmp_path, monkeypatch):
-    other = {"torch": "2.0"}
-    monkeypatch.setattr(build, "all_gather_object", lambda mine, _: [mine, other if "torch" in mine else mine])
-    message = r"^rank 1 has torch 2\.0 \(rank 0: \S+\): install the same versions on every node$"
-    with pytest.raises(AgreedError, match=message):
-        build_data(write_rows(tmp_path), world)
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("torch", "install the same versions on every node"),
+        ("tokens with the hash", "give every node the same files of the model"),  # such as another padding token
+    ],
+)
+def test_nodes_with_other_versions_of_a_library_or_of_a_model_are_a_mistake(world, tmp_path, monkeypatch, name, remedy):
+    monkeypatch.setattr(build, "all_gather_object", lambda mine, _: [mine, {name: "2.0"} if name in mine else mine])
+    settings = write_rows(tmp_path)
+    with pytest.raises(AgreedError, match=rf"^rank 1 has {name} 2\.0 \(rank 0: \S+\): {remedy}$"):
+        build_model(settings, build_data(settings, world), world)
 
 
 def test_all_ranks_pad_on_the_side_that_rank_0_has_found(world, tmp_path, monkeypatch):
