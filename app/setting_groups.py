@@ -100,7 +100,9 @@ class DataSettings:
         "data set on the Hugging Face Hub, OWNER/NAME[/CONFIG], or a folder of one, instead of --csv; its splits "
         "train, validation and test are used as published",
     ] = None
-    encoding: Annotated[Name | None, "encoding of CSV or JSON files, such as cp949; default: UTF-8 or GB18030"] = None
+    encoding: Annotated[
+        Name | None, "encoding of CSV or JSON files, such as cp949; default: UTF-8 (CSV: or GB18030)"
+    ] = None
     on_duplicates_between_parts: Annotated[
         Literal["continue", "stop"], "what to do if a text is in two of the training, validation and test rows"
     ] = "continue"

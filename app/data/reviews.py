@@ -101,15 +101,10 @@ def clean(
     parts, rows = (frame.index.get_level_values(level).to_numpy() for level in (0, 1))
     texts = frame[columns[0]]
     labels = frame[columns[1]].fillna("").str.strip() if columns[1] else pd.Series("", frame.index)
+    labels = labels.map({label: _class_name(label) for label in labels.unique()})
     unlabeled = [part for part in sources if labels[parts == part].eq("-1").all()]
     if "-1" not in (class_names or labels[parts == "train"].unique()):
         labels = labels.mask(np.isin(parts, unlabeled), "")
-    again, header = np.arange(len(frame)), [name.strip().casefold() for name in columns if name]
-    for column in (labels, texts):  # hardly any label is a name of the header, so few texts are looked at
-        again = again[column.iloc[again].str.strip("\ufeff ").str.casefold().isin(header).to_numpy(bool)]
-    if len(again):
-        file = sources[parts[again[0]]].path  # several files, joined with `cat`
-        raise UserError(f"{file}: the header is repeated in {list_rows(rows[again])}: remove it")
     no_review = (texts.eq("") | texts.str.isspace()).fillna(True).to_numpy(bool)
     no_label = labels.eq("").to_numpy(bool) & ~no_review & (class_names is None)
     kept = ~no_review & ~no_label
@@ -129,7 +124,7 @@ def clean(
     texts = pd.concat(pieces, ignore_index=True)
     names, origin = split_label_names(label_names or ""), "the model" if class_names else str(path)
     if class_names is None:
-        class_names = sorted({*map(_class_name, labels[parts == "train"].unique())})
+        class_names = sorted({*labels[parts == "train"].unique()})
         if len(class_names) == 1:
             raise UserError(f"{path}: column {columns[1]!r} has only one class, {list_names(class_names)}")
         if all(map(INTEGER.fullmatch, class_names)):
@@ -141,7 +136,7 @@ def clean(
         class_names = rename_classes(class_names, names, origin=origin)
     codes, distinct = labels.factorize()
     ids_of_names = {name: class_id for class_id, name in enumerate(class_names)} | {"": -1}
-    class_ids = [ids_of_names.get(names.get(label, label)) for label in map(_class_name, distinct)]
+    class_ids = [ids_of_names.get(names.get(label, label)) for label in distinct]
     if None in class_ids:
         code = class_ids.index(None)
         first = int(np.argmax(codes == code))
@@ -165,14 +160,13 @@ def clean(
 
 def _read_columns(source: Source, columns: tuple[str, str | None]) -> pd.DataFrame:
     """Return the columns as texts in Arrow arrays, in the order of the file."""
+    names = source.table.column_names
     for flag, name in zip(("--text_column", "--label_column"), columns, strict=True):
-        if name is not None and name not in source.table.column_names:
-            names = list_names(source.table.column_names)
-            raise UserError(f"{source.path}: no column {name!r}; the file has {names} (choose a column with {flag})")
-        if f"{name}.1" in source.table.column_names:  # the name that pandas gives to another column of the same name
+        if name is not None and name not in names:
+            raise UserError(f"{source.path}: no column {name!r}; the file has {list_names(names)} (choose with {flag})")
+        if f"{name}.1" in names:  # the name that pandas gives to another column of the same name
             raise UserError(f"{source.path}: has two columns {name!r}, or {name}.1 besides: rename or remove one")
-    texts = {name: _texts(source, name) for name in source.table.column_names if name in columns}
-    return pd.DataFrame({name: pd.arrays.ArrowExtensionArray(column) for name, column in texts.items()})
+    return pd.DataFrame({n: pd.arrays.ArrowExtensionArray(_texts(source, n)) for n in names if n in columns})
 
 
 def _texts(source: Source, name: str) -> pa.ChunkedArray:

@@ -62,7 +62,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     if name is None:
         files = {"train": settings.csv_path, "validation": settings.validation_file, "test": settings.test_file}
         return {part: open_file(Path(path), cache_dir, settings.encoding) for part, path in files.items() if path}
-    encoding, unread = "", []
+    encoding, hashes, unread = "", dict[str, str](), []
     with one_line_errors(f"--dataset_name {name}"):
         base, _, config = name.rstrip("/").rpartition("/")
         folder, options = (name, {}) if os.path.isdir(name) else (base, {"name": config})
@@ -80,7 +80,8 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
         raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
     parts = ("train", "validation", "test")
     unread += [f"split {split}" for split in splits if split not in parts]
-    notes = (encoding, f"without {list_names(unread)}" if unread else "")
+    merged = f"{len(hashes)} files: {list_names([*map(os.path.basename, hashes)])}" if len(hashes) > len(splits) else ""
+    notes = (encoding, merged, f"without {list_names(unread)}" if unread else "")
     return {
         part: Source(Path(name if part == "train" else f"{name} ({part})"), splits[part], None, notes, part == "test")
         for part in parts
@@ -120,7 +121,7 @@ def _load_files(
                 if not folder.exists():
                     _check_files(builder.name, hashes, options)
                 splits = datasets.load_dataset(path, cache_dir=str(folder), keep_in_memory=not cache_dir, **options)
-                if encoding or candidate != "gb18030" or all(map(_is_chinese, splits.values())):
+                if encoding or all(_is_plausible(split, candidate) for split in splits.values()):
                     return splits, candidate, hashes
             except Exception as error:
                 if not isinstance(error.__cause__ or error, UnicodeDecodeError):
@@ -148,27 +149,35 @@ def _header(path: str, options: Mapping[str, Any]) -> list[str]:
     return list(pd.read_csv(path, **{**options, "nrows": 0, "chunksize": None}).columns)
 
 
-def _is_chinese(split: datasets.Dataset) -> bool:
-    """Tell whether texts read as GB18030 are Chinese: many texts in other encodings are also valid GB18030."""
+def _is_plausible(split: datasets.Dataset, encoding: str) -> bool:
+    """Tell whether texts were written in the encoding as which they were read: many other ones are valid, too."""
     rows: Any = split[:: max(1, len(split) // 1_000)]
-    others = [c for column in rows.values() for text in column for c in text or "" if not c.isascii()]
+    texts = [text for column in rows.values() for text in column if isinstance(text, str)]
+    others = [c for text in texts for c in text if not c.isascii()]
     letters = [c for c in others if c.isalpha() or unicodedata.category(c) == "Co"]  # for private use, as CP1252's ¡H
-    return len(letters) <= 8 * sum(c in FREQUENT for c in letters)
+    is_chinese = len(letters) <= 8 * sum(c in FREQUENT for c in letters)
+    return (is_chinese or encoding != "gb18030") and not any("\x1b$" in text for text in texts)  # as in ISO-2022
 
 
 def _check_files(kind: str, files: Iterable[str], options: Mapping[str, Any]) -> None:
     """Raise an error if `datasets` would read something else than what is in the files."""
-    if kind == "parquet" and len({(pq.read_schema(file).metadata or {}).get(b"huggingface") for file in files}) > 1:
+    schemas = [pq.read_schema(file) for file in files if kind == "parquet"]
+    booleans = {tuple(field.name for field in schema if field.type == "bool") for schema in schemas}  # would become 1
+    if len(booleans) > 1 or len({(schema.metadata or {}).get(b"huggingface") for schema in schemas}) > 1:
         raise ValueError("its files declare different columns, or a ClassLabel with other names or in another order")
     csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
     for file in files if kind == "csv" else ():
         with fsspec.open(file, "rt", encoding=options["encoding"], compression="infer", newline="") as stream:
-            width, reader = 0, csv.reader(stream, delimiter=options["sep"], quoting=options["quoting"], strict=True)
+            reader = csv.reader(stream, delimiter=options["sep"], quoting=options["quoting"], strict=True)
+            names: list[str] = []
             try:  # pandas may drop fields that are too many, and continue after a closing quote
                 for row in islice(reader, options["skiprows"], None):
-                    width = width or len(row)
-                    if len(row) > width:
-                        raise csv.Error(f"has {len(row)} fields, but the header has {width}")
+                    if len(row) > len(names or row):
+                        raise csv.Error(f"has {len(row)} fields, but the header has {len(names)}")
+                    row = [field.strip("\ufeff ").casefold() for field in row]
+                    if row and row == names:
+                        raise csv.Error("repeats the header: remove it")  # several files, joined with `cat`
+                    names = names or row
             except csv.Error as error:
                 raise ValueError(f"{Path(file).name}: line {reader.line_num}, or a quote before it: {error}") from None
     for file in files if kind == "json" else ():

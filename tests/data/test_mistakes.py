@@ -37,11 +37,12 @@ MISTAKES = [
     ("rows.csv", "label,review\n" + "1,a\n0,b\n" * 10_000 + "0,b,c\n", "line 20002"),
     ("rows.csv", GOOD.encode("utf-16"), "or name its encoding with --encoding, such as utf-16"),
     ("rows.csv", "label,review\n1,a\n".encode("utf-16-le"), "or name its encoding with --encoding utf-16"),
+    ("rows.csv", "label,review\n1,部屋\n0,夜\n".encode("iso2022_jp"), "is not UTF-8, nor Chinese"),
     ("rows.csv", GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1], "is not UTF-8, nor Chinese"),
     *(("rows.csv", OTHER[name].encode(name), "is not UTF-8, nor Chinese") for name in OTHER),
     ("rows.csv", "label,review\n1,¡Hola a\n0,¡Me b\n".encode("cp1252"), "is not UTF-8, nor Chinese"),
     ("rows.csv", "label,review,label\n1,a,2\n0,b,3\n", "has two columns 'label'"),
-    ("rows.csv", GOOD * 2 + "\ufeffLabel,review \n", "the header is repeated in rows 2, 5"),
+    ("rows.csv", GOOD * 2 + "\ufeffLabel,review \n", "line 4, or a quote before it: repeats the header: remove it"),
     ("rows.csv", 'label,review\n1,"很好" a\n0,b\n', "line 2, or a quote before it"),
     ("rows.csv", 'label,review\n1,"a\n0,b\n1,"c\n', "line 4, or a quote"),  # three rows that pandas would join
     ("rows.jsonl", LINE + '{"review": 1, "label": 0}\n', "column 'review': has dates, lists, or texts and numbers"),

@@ -73,19 +73,19 @@ def test_published_parts_stay_as_they_are_and_others_are_held_out(tmp_path, monk
     assert len(fingerprints) == 1
 
 
-@pytest.mark.parametrize("declared", [True, False])
-def test_a_test_split_whose_labels_are_secret_is_left_out_and_class_labels_have_names(tmp_path, declared):
+@pytest.mark.parametrize("kind", ["ClassLabel", "int64", "float64"])
+def test_a_test_split_whose_labels_are_secret_is_left_out_and_class_labels_have_names(tmp_path, kind):
     names = ["差评", "好评", "中评"]  # not sorted, and one without rows
-    label = datasets.ClassLabel(names=names) if declared else datasets.Value("int64")
+    label = datasets.ClassLabel(names=names) if kind == "ClassLabel" else datasets.Value(kind)
     features = datasets.Features({"label": label, "review": datasets.Value("string")})
     for part in SIZES:
         frame = FRAMES[part].assign(label=-1 if part == "test" else FRAMES[part]["label"].astype(int))
         datasets.Dataset.from_pandas(frame, features).to_parquet(tmp_path / f"{part}.parquet")
     (tmp_path / "TEST.CSV").touch()
     table = read(dataset_name=str(tmp_path))
-    assert (table.parts.keys(), table.notes) == ({"train", "validation"}, ("", "without 'TEST.CSV'"))
+    assert (table.parts.keys(), table.notes) == ({"train", "validation"}, ("", "", "without 'TEST.CSV'"))
     assert table.dropped == {"no label (test file)": [*range(SIZES["test"])]}
-    assert table.class_names == (tuple(names) if declared else ("0", "1"))
+    assert table.class_names == (tuple(names) if kind == "ClassLabel" else ("0", "1"))
     assert table.labels.tolist() == [int(label) for part in table.parts for label in FRAMES[part]["label"]]
     features["label"] = datasets.ClassLabel(names=names[::-1])
     datasets.Dataset.from_pandas(frame, features).to_parquet(tmp_path / "test.parquet")
@@ -113,12 +113,16 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
         ("{folder}/no_train", "no split train"),
         ("{folder}/no_train/config", "'config'"),
         ("{folder}/too_many_fields", "line 10"),
+        ("{folder}/booleans", "its files declare different columns"),
         ("/missing/folder/of/data", "/missing/folder/of"),
         ("x" * 300, ""),
     ],
 )
 def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path, name, message):
     write(tmp_path / "no_train", "test")
+    (tmp_path / "booleans").mkdir()
+    for part, labels in (("train-1", [0, 1]), ("train-2", [False, True])):  # `datasets` would read 0, 1, 0, 1
+        pd.DataFrame({"label": labels, "review": ["a", "b"]}).to_parquet(tmp_path / "booleans" / f"{part}.parquet")
     with (write(tmp_path / "too_many_fields", *SIZES) / "test.csv").open("a") as file:
         file.write("1,good, clean\n")
     name = name.format(folder=tmp_path)
