@@ -104,7 +104,8 @@ class CommandLine:
         parser = OneLineParser(description=self.description)
         self.add_arguments(parser)
         defaults, shown = dict(parser._defaults), {*self.only}
-        parser.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings, which flags override")
+        of_config = "YAML file of settings, which flags override; those that this program does not have are left out"
+        parser.add_argument("--config", metavar="FILE.yaml", help=of_config)
         if len(shown) > len(EVERYDAY_SETTINGS):  # too many to list
             parser.add_argument(
                 "--help_all", action="help", help=f"list all {len(shown)} settings, not only common ones"
@@ -148,7 +149,10 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def read_config(path: str | None, only: Collection[str]) -> dict[str, Any]:
-    """Return the settings in a YAML file as texts, without YAML's conversions, which would turn `no` into False."""
+    """Return the settings in a YAML file as texts, without YAML's conversions, which would turn `no` into False.
+
+    It may be the file of a training run: a program leaves out the settings that it does not have.
+    """
     if path is None:
         return {}
     try:
@@ -158,9 +162,10 @@ def read_config(path: str | None, only: Collection[str]) -> dict[str, Any]:
         reason = getattr(problem, "strerror", None) or "must be a YAML file with one `name: value` per line"
         raise UserError(f"--config {path}: {reason}") from None
     for name in config:
-        if name not in only and not (name == "bf16" and "precision" in only):
+        if name not in (*TYPES, "bf16"):
             raise UserError(f"--config {path}: unknown setting {shorten(name)} (see --help)")
-    return {name: value for name, value in config.items() if value not in ("", "null", "~")}
+    kept = {*only, "bf16"} if "precision" in only else only
+    return {name: value for name, value in config.items() if name in kept and value not in ("", "null", "~")}
 
 
 def resolve_alternatives(values: dict[str, Any]) -> None:

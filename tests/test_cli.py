@@ -149,8 +149,11 @@ def test_a_program_may_have_only_some_settings(parse, help_of):
     assert program.parse(["--csv=a.csv", "--bf16"])[0] == Settings(csv="a.csv", precision="bf16")
     with pytest.raises(UserError, match=r"^unknown argument --max_steps=3 "):
         program.parse(["--max_steps=3"])
-    with pytest.raises(UserError, match=r"unknown setting max_steps "):
-        parse(config="max_steps: 3", program=program)
+    of_a_run = "max_steps: 3\ncsv: a.csv\nbf16: true\n"  # the config file of a training run
+    assert parse(config=of_a_run, program=program) == Settings(csv="a.csv", precision="bf16")
+    assert parse(config=of_a_run, program=CommandLine(only=("csv",))) == Settings(csv="a.csv")
+    with pytest.raises(UserError, match=r"unknown setting lerning_rate "):
+        parse(config="lerning_rate: 3", program=program)
     text = help_of(program)
     assert "checkpoints" not in text, "groups without flags are left out"
     assert "--help_all" not in text, "--help lists all of a few settings"

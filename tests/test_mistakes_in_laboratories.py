@@ -27,6 +27,7 @@ MISTAKES = {
     "scaling --step_ms 250": "--step_ms: add --parameters",
     "scaling --step_ms 250 --parameters 0": "--parameters: 0",
     "scaling --step_ms 250 --parameters 6e7 --ranks 2": "--ranks",
+    "scaling --step_ms 250 --parameters 6e7 --model tiny": "--model: with --step_ms, nothing is trained",
     "speed --precision fp16": "--precision fp16",
     "speed --save_steps 5": "unknown argument --save_steps",
     "speed --recipes fast": "--recipes",

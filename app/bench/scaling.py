@@ -87,16 +87,17 @@ class Run(NamedTuple):
         return f"{self.strategy}, {self.ranks} rank(s)" + (f", {self.link}" if self.link else "")
 
 
-def main() -> int:
-    settings, flags = PROGRAM.parse(sys.argv[1:])
-    options = argparse.Namespace(**flags)
+def main() -> None:
+    (settings, flags), (defaults, _) = PROGRAM.parse(sys.argv[1:]), PROGRAM.parse([])
+    options, values = argparse.Namespace(**flags), settings.as_dict() | flags
     measures = options.step_ms is None
-    for name in PREDICTED if measures else MEASURED:
-        if getattr(options, name) is not None:
-            where = "give --step_ms, too" if measures else "with --step_ms, nothing is measured"
-            raise UserError(f"--{name}: {where}")
+    unused = [name for name in (PREDICTED if measures else MEASURED) if values[name] is not None]
+    if not measures:
+        unused += [name for name in sorted(USED - {"output_dir", "use_cpu"}) if values[name] != getattr(defaults, name)]
+    if unused:
+        where = "give --step_ms, too" if measures else "with --step_ms, nothing is trained or measured: leave it out"
+        raise UserError(f"--{unused[0]}: {where}")
     measure(settings, options) if measures else predict(settings, options)
-    return 0
 
 
 def new_page(settings: Settings, facts: dict[str, str]) -> Page:

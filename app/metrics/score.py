@@ -33,7 +33,7 @@ class Scores:
 
     def describe(self, class_names: Sequence[str]) -> str:
         f1 = f"{name_f1(self.positive_class, class_names)} {self.f1:.4f}"
-        return f"{self.accuracy:.4f} ({round(self.accuracy * self.n)} of {self.n} reviews), {f1}"
+        return f"{self.accuracy:.4f} ({round(self.accuracy * self.n)} of {self.n} rows), {f1}"
 
 
 def name_f1(positive_class: int | None, class_names: Sequence[str]) -> str:

@@ -116,7 +116,7 @@ def describe_result(run: Preparation, scores: Scores, metrics: Mapping[str, Any]
     compare = f"python -m {PACKAGE}.compare {shlex.quote(str(run.folder))} {other}"
     facts = {
         "test accuracy": scores.describe(run.data.table.class_names),
-        "training took": f"{seconds:.1f} s, {metrics['train_examples_per_second']:.0f} reviews per second",
+        "training took": f"{seconds:.1f} s, {metrics['train_examples_per_second']:.0f} rows per second",
         "hash": f"{metrics['hash'][:DIGITS]}: weights, losses, gradient norms, evaluations and predictions",
         "predictions": run.folder / PREDICTIONS,
         "use": f'transformers.pipeline("text-classification", model={model!r}, truncation=True)',

@@ -155,7 +155,7 @@ def console_line(lines: Sequence[Mapping[str, Any]], total_steps: int) -> str:
     return (
         f"step {last['step']}/{total_steps} (epoch {last['epoch']:.2f}): loss {last['loss']:.4f}, "
         f"grad norm {norm}, learning rate {last['learning_rate']:.3g}, "
-        f"{examples_per_second:.0f} reviews/s"
+        f"{examples_per_second:.0f} rows/s"
     )
 
 

@@ -26,7 +26,7 @@ COSTS = [
     ("ranks", "world_size", ".0f", 1.0),
     ("optimizer steps", "steps", ",.0f", 1.0),
     ("training time, s", "train_seconds", ",.1f", 1.0),
-    ("reviews per second", "train_examples_per_second", ",.1f", 1.0),
+    ("rows per second", "train_examples_per_second", ",.1f", 1.0),
     ("tokens per second", "train_tokens_per_second", ",.0f", 1.0),
     ("padding, %", "padding_fraction", ".1f", 0.01),
     ("model FLOPs utilization, %", "mfu", ".1f", 0.01),

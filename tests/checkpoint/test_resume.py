@@ -269,10 +269,7 @@ def test_a_damaged_checkpoint_is_skipped_and_only_damaged_ones_are_no_reason_to_
     ("name", "message"),
     [
         ("checkpoint-good", "can only be resumed as checkpoint-<step>, under the name it was written with"),
-        (
-            "edited",
-            r"edited/checkpoints/checkpoint-4/run_state.json: lacks settings, total_steps: ",
-        ),
+        ("edited", r"edited/checkpoints/checkpoint-4/run_state.json: lacks settings, total_steps: "),
         ("run", "another version of this program wrote it: resume it with that version"),
         ("unmounted", r"checkpoints: links to .*disk, which does not exist"),
     ],

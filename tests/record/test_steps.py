@@ -36,7 +36,7 @@ def test_padding_does_not_count_as_tokens_if_there_is_a_mask():
 
 def test_the_speed_in_a_console_line_is_that_of_all_its_steps():
     line = {"step": 2, "epoch": 0.5, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "examples": 4}
-    assert console_line([line | {"seconds": 0.75}, line | {"seconds": 0.25}], 9).endswith(", 8 reviews/s")
+    assert console_line([line | {"seconds": 0.75}, line | {"seconds": 0.25}], 9).endswith(", 8 rows/s")
 
 
 # ---- steps that are not finite ---------------------------------------------------------------------------------------
