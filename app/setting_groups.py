@@ -10,6 +10,7 @@ does not know, so other facts about a setting fit into `Annotated`, too. The doc
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -56,6 +57,13 @@ def check_trackers(text: str) -> str:
     return text
 
 
+def check_traced(text: str) -> str:
+    steps = [int(number) for number in text.split(":") if re.fullmatch("[1-9][0-9]{0,8}", number)]
+    if text.count(":") != 1 or len(steps) != 2 or steps[0] > steps[1]:
+        raise ValueError("must be two steps FROM:TO, counted from 1, such as 11:12")
+    return text
+
+
 def split_label_names(text: str) -> dict[str, str]:
     """Return the names in a text such as `0=negative,1=positive`, by label."""
     pairs = [pair.partition("=") for pair in text.split(",")] if text else []
@@ -65,6 +73,7 @@ def split_label_names(text: str) -> dict[str, str]:
 Name = Annotated[str, AfterValidator(check_name)]
 ClassWeights = Annotated[str, AfterValidator(check_class_weights)]
 LabelNames = Annotated[str, AfterValidator(check_label_names)]
+Traced = Annotated[str, AfterValidator(check_traced)]
 Trackers = Annotated[str, AfterValidator(check_trackers)]
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Length = Annotated[int, Field(ge=3, le=LARGEST_COUNT)]  # a text has at least one token and the two special ones
@@ -267,3 +276,8 @@ class OutputSettings:
     disable_tqdm: Annotated[bool, "disable progress bars, which appear only on a terminal"] = False
     dry_run: Annotated[bool, "print the memory and traffic of each rank, and exit before loading weights"] = False
     profile: Annotated[Profiled, "steps to profile, after the first four: a trace, and where the time goes"] = 0
+    trace_tensors: Annotated[
+        Traced | None,
+        "first and last optimizer step, such as 11:12: tensors.jsonl gets a hash and a norm of each of their tensors: "
+        "outputs of modules, gradients, parameters and moments; default: no steps",
+    ] = None

@@ -21,7 +21,7 @@ LAYERS = (
     {"trainer"},
     {"record"},
     {"training", "profiling"},
-    {"checkpoint"},
+    {"checkpoint", "tracing"},
     {"runs", "strategies"},
     {"model", "data", "metrics"},
     {"program", "jobs"},

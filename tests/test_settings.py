@@ -21,6 +21,7 @@ OUT_OF_RANGE = [
     *("--ddp_bucket_cap_mb=0", "--ddp_timeout=0", "--logging_steps=0", "--profile=-1"),
     *("--max_steps=many", "--learning_rate=fast", "--precision=fp8", "--lr_scheduler_type=magic"),
     *("--pad_to_multiple_of=0", "--pad_to_multiple_of=7", "--pad_to_multiple_of=512", "--label_smoothing_factor=1"),
+    *(f"--trace_tensors={steps}" for steps in ("", "5", "0:3", "3:2", "1:2:3", "a:b", "-1:2", "1:1e3")),
     *("--csv=", "--cache_dir=", "--model=", "--resume_from_checkpoint="),
     *(f"--{name}={os.fsdecode(b'x/' + bytes([255]))}" for name in ("model", "output_dir", "resume_from_checkpoint")),
     *(f"--class_weights={weights}" for weights in ("", "1,", "0,1", "-1,1", "nan,1", "1,inf", "1e400,1", "Balanced")),

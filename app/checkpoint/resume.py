@@ -32,7 +32,7 @@ from ..distributed.environment import launcher_id
 from ..distributed.world import World
 from ..model.identity import changed_keys
 from ..runs.folder import lock
-from ..runs.schema import CHECKPOINTS, EVALUATIONS, LATEST, METRICS, RUN_STATE, RUNS, SETTINGS, STEPS
+from ..runs.schema import CHECKPOINTS, LATEST, LOGS, METRICS, RUN_STATE, RUNS, SETTINGS, STEPS
 from ..setting_groups import OutputSettings
 from ..settings import TYPES, Settings
 from .manager import PREFIX, latest_first, problem_of
@@ -272,5 +272,5 @@ def check_compatible(
         differences.append(f"the model's config has changed: {', '.join(changed)}")
     if differences:
         raise UserError(f"cannot resume from {resume.checkpoint}: {'; '.join(differences)}")
-    for log in (STEPS, EVALUATIONS):
+    for log in LOGS:
         resume.lines_of(log.name)  # raises if it is damaged

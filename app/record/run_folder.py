@@ -14,7 +14,7 @@ from ..common.files import write_json, write_text
 from ..common.machine import git_commit, kernels
 from ..runs.folder import point_latest
 from ..runs.reader import read_object
-from ..runs.schema import EVALUATIONS, SETTINGS, SPLIT, STEPS
+from ..runs.schema import LOGS, SETTINGS, SPLIT
 from ..training.prepare import Preparation
 
 PACKAGES = (
@@ -38,7 +38,7 @@ def write_description(run: Preparation, wrapper: str) -> None:
         start = {key: recorded.get(key, value) for key, value in start.items()}
     write_json(run.folder / SETTINGS.name, settings_content(run) | start | {"wrapper": wrapper})
     write_json(run.folder / SPLIT.name, split_content(run))
-    for log in (run.folder / STEPS, run.folder / EVALUATIONS):
+    for log in (run.folder / log for log in LOGS):
         if (lines := run.resume.lines_of(log.name)) and not log.exists():
             write_text(log, lines)
     if run.settings.output_dir is None and run.resume.folder is None:

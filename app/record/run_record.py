@@ -31,8 +31,9 @@ from ..jobs import BLOCKS
 from ..metrics.early_stopping import EarlyStopping
 from ..metrics.score import Scores
 from ..model.vocabulary import complete_state, trimmed_vocabulary
-from ..runs.schema import CHECKPOINTS, EVALUATIONS, METRICS, STEPS
+from ..runs.schema import CHECKPOINTS, EVALUATIONS, LOGS, METRICS, STEPS, TENSORS
 from ..strategies.fsdp import wrapper_name
+from ..tracing import TracedStrategy
 from ..training.prepare import Preparation
 from .best import BestWeights
 from .results import describe_result, write_results
@@ -55,7 +56,7 @@ class RunRecord:
             run.folder / CHECKPOINTS, run.settings.save_total_limit, run.settings.on_save_failure, world=run.world
         )
         self.checkpoints.latest_valid = run.resume.checkpoint
-        lines = {log.name: run.resume.lines_of(log.name) for log in (STEPS, EVALUATIONS)}
+        lines = {log.name: run.resume.lines_of(log.name) for log in LOGS}
         self.logs = {name: MetricsLog(run.folder / name, kept) for name, kept in lines.items()}
         self.steps = StepLog(run, lines[STEPS.name])
         self.best = BestWeights(self.checkpoints, run.settings, list(map(json.loads, lines[EVALUATIONS.name])))
@@ -64,6 +65,7 @@ class RunRecord:
             self.early_stopping.add(line)
         self.trackers = Trackers(run)
         self.bar = tqdm(disable=True)  # until `begin`
+        self.traced = run.strategy if isinstance(run.strategy, TracedStrategy) else None
         self.profiler: StepProfiler | None = None
         if run.settings.profile:
             from ..profiling.profiler import StepProfiler  # here, because other runs do not need it
@@ -166,6 +168,8 @@ class RunRecord:
             RunError: as `write_steps`; or the run stops, and its checkpoint could not be written.
         """
         settings, plan = self.settings, self.plan
+        if self.traced is not None and (tensors := self.traced.end_step(self.state.optimization.optimizer)):
+            self._append(TENSORS.name, tensors)  # in the time of this step
         line = {"step": step, "epoch": step / plan.steps_per_epoch, "loss": None, "grad_norm": None}
         line |= {"learning_rate": learning_rate, **count_tokens(batches)}
         self.steps.add(Step(line, losses, grad_norm))

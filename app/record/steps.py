@@ -131,11 +131,10 @@ def reduce_steps(steps: Sequence[Step], world: World) -> list[dict[str, Any]]:
     by_rank = [torch.empty_like(measured) for _ in range(world.size)]
     dist.all_gather(by_rank, measured, group=world.control_group)
     sums = torch.stack(by_rank)[:, :, : len(COUNTS)].sum(dim=0).long()
-    micro_batches = torch.cat([part[:, len(COUNTS) :] for part in by_rank], dim=1)
-    means = [mean(losses) for losses in micro_batches.tolist()]
+    by_step = torch.cat([part[:, len(COUNTS) :] for part in by_rank], dim=1).tolist()  # losses
     return [
         step.line | {"loss": loss, "grad_norm": norm} | dict(zip(COUNTS, totals, strict=True))
-        for step, loss, norm, totals in zip(steps, means, norms.tolist(), sums.tolist(), strict=True)
+        for step, loss, norm, totals in zip(steps, map(mean, by_step), norms.tolist(), sums.tolist(), strict=True)
     ]
 
 

@@ -47,7 +47,7 @@ class Trackers:
 
     def log(self, file: str, lines: Sequence[Mapping[str, Any]]) -> None:
         """Log lines as they are written to a file of the run."""
-        for line in map(dict, lines):
+        for line in map(dict, lines if file in PREFIXES else ()):
             step = line.pop("step")
             if file == STEPS.name:
                 line["examples_per_second"] = line["examples"] / line["seconds"]

@@ -4,6 +4,7 @@
     split.json           the data: file, classes, rows per split, fingerprint
     steps.jsonl          one line per optimizer step
     evaluations.jsonl    one line per evaluation during training
+    tensors.jsonl        with --trace_tensors: the hash of each tensor of some steps; see app/tracing.py
     metrics.json         the results on the test rows; written last, so a folder that has it holds a finished run
     predictions.csv      one line per test row, in file order; see `prediction_columns`
     model/               the trained model, as `save_pretrained` writes it, with a model card
@@ -38,7 +39,7 @@ SHARDS = "state-{rank}-of-{size}.safetensors"  # what only that rank holds of we
 SCHEDULE, RUN_STATE = "schedule.json", "run_state.json"
 
 SETTINGS, SPLIT, METRICS = Path("settings.json"), Path("split.json"), Path("metrics.json")
-STEPS, EVALUATIONS = Path("steps.jsonl"), Path("evaluations.jsonl")
+LOGS = STEPS, EVALUATIONS, TENSORS = Path("steps.jsonl"), Path("evaluations.jsonl"), Path("tensors.jsonl")
 
 
 def probability_column(class_name: str) -> str:

@@ -225,6 +225,5 @@ def check_equal(facts: Mapping[str, object], world: World, *, remedy: str) -> No
 
 def select_strategy(settings: Settings, plan: BatchPlan, world: World) -> Strategy:
     """Return the strategy of a run."""
-    if settings.strategy in ("zero2", "zero3"):
-        return FullyShardStrategy(settings, plan, world)
-    return Zero1Strategy(settings, plan, world) if settings.strategy == "zero1" else DDPStrategy(settings, plan, world)
+    wrapped_in_ddp = {"ddp": DDPStrategy, "zero1": Zero1Strategy}
+    return wrapped_in_ddp.get(settings.strategy, FullyShardStrategy)(settings, plan, world)

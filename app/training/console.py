@@ -60,7 +60,6 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     n_train, n_sampled = len(split.train), len(sample_rows(split.train))
     sampled = f"learned from {n_sampled:,} of {n_train:,} training rows" if n_sampled < n_train else None
     parts = [("training", split.train), ("validation", split.validation), ("test", split.test)]
-    rows = " + ".join(f"{len(part)} {name}" for name, part in parts if len(part))
     counts = np.bincount(table.labels, minlength=len(table.class_names))
     forms = [unicodedata.normalize("NFKC", name).casefold() for name in table.class_names]
     alike = [name for name, form in zip(table.class_names, forms, strict=True) if forms.count(form) > 1]
@@ -79,7 +78,7 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "path": prepared.path_name,
         "reviews": ", ".join(filter(None, (f"{table.path}{sample}", *table.notes))),
         "dropped": "; ".join(describe_dropped(table)),
-        "rows": rows,
+        "rows": " + ".join(f"{len(part)} {name}" for name, part in parts if len(part)),
         "classes": ", ".join(f"{name} ({n:,})" for name, n in zip(table.class_names, counts, strict=True)),
         "alike": f"the classes {list_names(alike)} differ only in case or width" if alike else None,
         "duplicates": describe_duplicates(data.duplicates),

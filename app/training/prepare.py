@@ -31,6 +31,7 @@ from ..runs.schema import LOCK, RUNS
 from ..settings import Settings
 from ..strategies.base import Strategy
 from ..strategies.optimization import Loss
+from ..tracing import traced
 from .build import ReviewData, build_data, build_model, check_equal, select_strategy
 from .console import describe_run, quiet_libraries
 from .loss import build_loss
@@ -111,6 +112,7 @@ def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
             total_steps=data.plan.total_steps,
             identity=identity,
         )
+    strategy = traced(select_strategy(settings, data.plan, world), settings, resume.step, world=world)
     load_metrics()  # now, so that it is not counted as training
     folder, lock_fd = open_folder(path_name, settings, resume, world=world)
     prepared = Preparation(
@@ -120,7 +122,7 @@ def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
         data=data,
         model=classifier.model,
         identity=identity,
-        strategy=select_strategy(settings, data.plan, world),
+        strategy=strategy,
         loss=loss,
         resume=resume,
         folder=folder,

@@ -57,6 +57,31 @@ def fill_disk() -> None:
         register_optimizer_step_post_hook(count)
 
 
+def flip_bit() -> None:
+    """On the last rank, flip a bit of the gradient of the parameter NAME in the first micro-batch of step STEP."""
+    step, hooked, flipped = 1, False, False
+
+    def flip(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal flipped
+        if step == int(os.environ["STEP"]) and not flipped:
+            flipped, gradient = True, gradient.clone()
+            gradient.view(torch.int32).view(-1)[0] ^= 1 << 20  # large enough to survive the sum
+        return gradient
+
+    def hook(module: torch.nn.Module, inputs: Any) -> None:
+        nonlocal hooked
+        if (parameter := dict(module.named_parameters()).get(os.environ["NAME"])) is not None and not hooked:
+            hooked = bool(parameter.register_hook(flip))
+
+    def count(*_: Any) -> None:
+        nonlocal step
+        step += 1
+
+    if int(RANK) == int(os.environ["WORLD_SIZE"]) - 1:
+        register_module_forward_pre_hook(hook)
+        register_optimizer_step_post_hook(count)
+
+
 def simulate_gpus() -> None:
     """Give the node of each rank as many GPUs as GPUS lists. Their memory is full: a process that starts CUDA fails.
 
