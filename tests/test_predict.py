@@ -10,12 +10,20 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from helpers.architectures import write_model
+from helpers.architectures import SMALL, write_model
 from helpers.jobs import write_reviews
 from helpers.run_folders import edit_json
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RoCBertConfig,
+    RoCBertTokenizer,
+    pipeline,
+)
 
 from app import ddp_loop, trainer_run
 from app import predict as program
@@ -142,6 +150,16 @@ def test_predictions_of_texts_from_anywhere_are_those_of_a_plain_pipeline(run, p
     assert "probability_good" in predict("run", "好", "--label_names=gut=good"), "names are also given afterwards"
 
 
+def write_rocbert() -> Path:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"差好"]
+    Path("vocab.txt").write_text("\n".join(words), "utf-8")
+    Path("ids.json").write_text(json.dumps({word: index for index, word in enumerate(words)}), "utf-8")
+    RoCBertTokenizer("vocab.txt", "ids.json", "ids.json").save_pretrained("roc_bert")
+    sizes = dict.fromkeys(("vocab_size", "shape_vocab_size", "pronunciation_vocab_size"), len(words))
+    RoCBertConfig(**SMALL, **sizes, initializer_range=0.5).save_pretrained("roc_bert")
+    return Path("roc_bert")
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words", "warning"),
     [
@@ -150,10 +168,11 @@ def test_predictions_of_texts_from_anywhere_are_those_of_a_plain_pipeline(run, p
         ("gpt2", {}, 20, ""),  # its config has another padding token than its tokenizer
         ("gpt2", {"pad_token_id": None}, 20, ""),  # its tokenizer has none, and appends the end-of-sequence token
         ("bart", {"eos_token_id": 3}, 20, ""),  # it reads the last end of a text, which may have several
+        ("roc_bert", {}, 20, ""),  # its tokenizer returns more inputs than it lists
     ],
 )
 def test_predictions_of_a_model_folder_are_those_of_a_plain_pipeline(predict, name, changes, words, warning):
-    path = write_model(Path(name), name)
+    path = write_rocbert() if name == "roc_bert" else write_model(Path(name), name)
     AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
     edit_json(path / "config.json", **changes)
     edit_json(path / "tokenizer_config.json", **({"pad_token": None} if "pad_token_id" in changes else {}))

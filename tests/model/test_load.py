@@ -264,15 +264,10 @@ class Model(BertForSequenceClassification):
 """
 
 
-@pytest.mark.parametrize(
-    ("parameters", "n_inputs"),
-    [
-        ("*args, **kwargs", 3),  # it passes on all that it gets
-        ("input_ids, **kwargs", 3),
-        ("input_ids, attention_mask", 2),
-        ("ids", 0),
-    ],
-)
+FORWARD = {"*args, **kwargs": 3, "input_ids, **kwargs": 3, "input_ids, attention_mask": 2, "ids": 0}
+
+
+@pytest.mark.parametrize(("parameters", "n_inputs"), FORWARD.items())
 def test_code_from_a_models_folder_gets_the_inputs_that_it_accepts(folder, monkeypatch, tmp_path, parameters, n_inputs):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     auto_map = {"AutoConfig": "code.Config", "AutoModelForSequenceClassification": "code.Model"}
