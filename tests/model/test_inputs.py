@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from helpers.architectures import CONFIGS, SMALL
+from helpers.architectures import CONFIGS, SMALL, write_model
+from helpers.run_folders import edit_json
 from helpers.worlds import batch_plan, fake_world, process_group_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
+from app.common.errors import UserError
 from app.model.inputs import BIDIRECTIONAL, to_device
+from app.model.load import load_classifier, load_tokenizer
 from app.settings import Settings
 from app.strategies.fsdp import FullyShardStrategy
 
@@ -72,6 +76,38 @@ def test_results_are_bitwise_those_with_the_mask_of_the_batch(name, changes, len
         expected, actual = results(model, batch, dtype), results(model, prepared, dtype)
         assert len(expected) == len(actual)
         assert all(map(torch.equal, expected, actual)), f"{dtype}, training: {training}"
+
+
+CODE = """
+from transformers import BertConfig, BertForSequenceClassification
+
+class Config(BertConfig):
+    model_type = "of-its-own"
+
+class Model(BertForSequenceClassification):
+    config_class = Config
+    def forward(self, {0}):
+        return super().forward({0})
+"""
+
+
+@pytest.mark.parametrize("inputs", ["*args, **kwargs", "input_ids, **kwargs", "input_ids, attention_mask", "ids"])
+def test_code_from_a_models_folder_gets_the_inputs_that_it_accepts(tmp_path, monkeypatch, inputs):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    path, every = write_model(tmp_path / "model", "bert"), ["input_ids", "token_type_ids", "attention_mask"]
+    (path / "code.py").write_text(CODE.format(inputs))
+    plain = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(path)).eval()
+    plain.save_pretrained(path)
+    classes = {"AutoConfig": "code.Config", "AutoModelForSequenceClassification": "code.Model"}
+    edit_json(path / "config.json", auto_map=classes, model_type="of-its-own")
+    edit_json(path / "tokenizer_config.json", model_input_names=every)
+    settings = Settings(model=str(path), max_length=32, trust_remote_code=True)
+    tokenizer = load_tokenizer(settings, [])
+    with pytest.raises(UserError, match=r"does not accept input_ids$") if inputs == "ids" else nullcontext():
+        model = load_classifier(settings, "ab", tokenizer).model.eval()
+        batch = tokenizer(["差，第一次好。", "好"], padding=True, return_tensors="pt")
+        assert [*batch] == (every if "**" in inputs else ["input_ids", "attention_mask"])
+        assert torch.allclose(model(**batch).logits, plain(**batch).logits, atol=1e-6)
 
 
 class WithoutHostReads(TorchDispatchMode):
