@@ -107,9 +107,7 @@ class CommandLine:
         of_config = "YAML file of settings, which flags override; those that this program does not have are left out"
         parser.add_argument("--config", metavar="FILE.yaml", help=of_config)
         if len(shown) > len(EVERYDAY_SETTINGS):  # too many to list
-            parser.add_argument(
-                "--help_all", action="help", help=f"list all {len(shown)} settings, not only common ones"
-            )
+            parser.add_argument("--help_all", action="help", help=f"list all {len(shown)} settings")
             if "--help_all" not in map(underscored, arguments):
                 shown &= EVERYDAY_SETTINGS
         for group in GROUPS:
@@ -149,10 +147,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def read_config(path: str | None, only: Collection[str]) -> dict[str, Any]:
-    """Return the settings in a YAML file as texts, without YAML's conversions, which would turn `no` into False.
-
-    It may be the file of a training run: a program leaves out the settings that it does not have.
-    """
+    """Return the settings in a YAML file as texts, without YAML's conversions, which would turn `no` into False."""
     if path is None:
         return {}
     try:
