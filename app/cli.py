@@ -105,7 +105,8 @@ class CommandLine:
         self.add_arguments(parser)
         defaults, shown = dict(parser._defaults), {*self.only}
         of_config = "YAML file of settings, which flags override; those that this program does not have are left out"
-        parser.add_argument("--config", metavar="FILE.yaml", help=of_config)
+        if shown:
+            parser.add_argument("--config", metavar="FILE.yaml", help=of_config)
         if len(shown) > len(EVERYDAY_SETTINGS):  # too many to list
             parser.add_argument("--help_all", action="help", help=f"list all {len(shown)} settings")
             if "--help_all" not in map(underscored, arguments):

@@ -19,11 +19,12 @@ WITHOUT_SETTINGS = (
     "predict",
     "minimal",
     "check",
+    "diff",
     "bench.growth",
     "experiments.faults",
     "data.download",
 )  # of a training
-POSITIONAL = {"predict": ["model"]}  # arguments without which the others are not looked at
+POSITIONAL = {"predict": ["model"], "diff": ["a", "b"]}  # arguments without which the others are not looked at
 HEAVY = {"torch", "transformers", "datasets", "sklearn", "scipy", "pandas", "numpy", "matplotlib", "tokenizers"}
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 RANK_1 |= {"MASTER_PORT": "29500"}

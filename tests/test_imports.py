@@ -18,6 +18,7 @@ LAYERS = (
     {"bench"},
     {"ddp_loop", "trainer_run", "minimal"},  # below bench, which times ddp_loop.train_step
     {"report", "plan"},
+    {"diff"},
     {"trainer"},
     {"record"},
     {"training", "profiling"},
@@ -72,7 +73,8 @@ def test_every_imported_package_is_declared():
     graph = grimp.build_graph("app", include_external_packages=True, cache_dir=None)
     imported = {name for name in graph.modules if graph.is_module_squashed(name)} - sys.stdlib_module_names
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text("utf-8"))["project"]
-    declared = project["dependencies"] + project["optional-dependencies"]["deepspeed"]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["deepspeed"], *extras["tensorboard"]]
     names = {re.split("[<>= ]", requirement)[0] for requirement in declared}
     distributions = packages_distributions()  # PyYAML contains yaml
     assert {distributions.get(name, [name])[0].lower().replace("_", "-") for name in imported} == names

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
+import pandas as pd
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..common.errors import UserError
+from ..diff import compare_values
 from ..metrics.score import name_f1
 from ..runs.reader import Run
 from ..runs.schema import MODEL, MODEL_FOLDER, probability_column
@@ -20,7 +19,6 @@ from ..runs.schema import MODEL, MODEL_FOLDER, probability_column
 STEP_QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 Weights = dict[str, torch.Tensor]
-Compared = Iterator[tuple[str, Any, Any]]  # what is compared, its value in A, and its value in B
 
 
 def first_difference(a: Run, b: Run) -> str | None:
@@ -34,9 +32,11 @@ def first_difference(a: Run, b: Run) -> str | None:
     """
     # Before anything is compared, so that damaged weights are reported even if the steps differ.
     weights_a, weights_b = (read_weights(run.folder / MODEL_FOLDER) for run in (a, b))
-    for name, x, y in chain(_steps(a, b), _predictions(a, b)):
-        if _bits(x) != _bits(y):
-            return f"{name} is {x!r} in {a.folder} and {y!r} in {b.folder}"
+    for (text, x), (_, y) in zip(_results(a), _results(b), strict=True):
+        values = compare_values(x, y)
+        for found in values[~values["equal"]].head(1).to_dict("records"):
+            name = text.format_map(found | {"row": a.predictions["row"].get(found["step"])})
+            return f"{name} is {found['A']!r} in {a.folder} and {found['B']!r} in {b.folder}"
     for name in weights_a | weights_b:
         v, w = weights_a.get(name), weights_b.get(name)
         if v is None or w is None:
@@ -48,9 +48,8 @@ def first_difference(a: Run, b: Run) -> str | None:
 
 def first_differing_step(a: Run, b: Run) -> int | None:
     """Return the first of the common steps with another loss or gradient norm."""
-    both = zip(a.steps, b.steps, strict=False)
-    differing = (x["step"] for x, y in both if any(_bits(x.get(key)) != _bits(y.get(key)) for key in STEP_QUANTITIES))
-    return next(differing, None)
+    values = compare_values(_steps(a), _steps(b))
+    return next(iter(values["step"][~values["equal"]]), None)
 
 
 def check_same_rows(a: Run, b: Run) -> None:
@@ -66,35 +65,33 @@ def check_same_rows(a: Run, b: Run) -> None:
         )
 
 
-def _bits(value: Any) -> Any:
-    """Return the bytes of a number as float64, and anything else unchanged, such as a gradient norm that is missing."""
-    return struct.pack("<d", value) if isinstance(value, float | int) else value
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _steps(a: Run, b: Run) -> Compared:
-    for x, y in zip(a.steps, b.steps, strict=False):
-        for key, name in STEP_QUANTITIES.items():
-            # The gradient norm of a step that was skipped because of an overflow in fp16 is null.
-            yield f"step {x['step']}: the {name}", x.get(key), y.get(key)
-    yield "the number of steps", len(a.steps), len(b.steps)
-
-
-def _predictions(a: Run, b: Run) -> Compared:
-    yield "the list of classes", a.split["classes"], b.split["classes"]
+def _results(run: Run) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield the results of a run as tables for `compare_values`, each with the text that names one of its values."""
+    yield "step {step}: the {quantity}", _steps(run)
+    facts = {"number of steps": len(run.steps), "list of classes": run.split["classes"]}
+    yield "the {quantity}", _table(pd.DataFrame([facts], dtype=object))
     columns = {"row": "row", "review": "review", "label": "label", "predicted": "class"}
-    columns |= {probability_column(name): f"probability of {name!r}" for name in a.split["classes"]}
-    cells_a, cells_b = (zip(*(run.predictions[name].tolist() for name in columns), strict=True) for run in (a, b))
-    for row_a, row_b in zip(cells_a, cells_b, strict=False):
-        for name, x, y in zip(columns.values(), row_a, row_b, strict=True):
-            yield f"prediction for row {row_a[0]}: the {name}", x, y
-    yield "the number of predictions", len(a.predictions), len(b.predictions)
-    yield "the F1 score", name_f1(positive_class(a), a.split["classes"]), name_f1(positive_class(b), b.split["classes"])
-    for name in ("accuracy", "f1", "loss"):
-        yield f"the test {name}", a.metrics[name], b.metrics[name]
+    columns |= {probability_column(name): f"probability of {name!r}" for name in run.split["classes"]}
+    yield "prediction for row {row}: the {quantity}", _table(run.predictions[[*columns]].rename(columns=columns))
+    f1 = name_f1(positive_class(run), run.split["classes"])
+    facts = {"number of predictions": len(run.predictions), "F1 score": f1}
+    facts |= {f"test {name}": run.metrics[name] for name in ("accuracy", "f1", "loss")}
+    yield "the {quantity}", _table(pd.DataFrame([facts], dtype=object))
+
+
+def _steps(run: Run) -> pd.DataFrame:
+    # The gradient norm of a step that was skipped because of an overflow in fp16 is null.
+    steps = pd.DataFrame(run.steps, columns=["step", *STEP_QUANTITIES], dtype="float64").astype({"step": "int64"})
+    return _table(steps.set_index("step").rename(columns=STEP_QUANTITIES))
+
+
+def _table(wide: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per cell: step, quantity and value."""
+    return wide.melt(ignore_index=False, var_name="quantity").rename_axis("step").reset_index()
 
 
 def positive_class(run: Run) -> int | None:

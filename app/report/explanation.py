@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pandas as pd
-
 from ..checkpoint.resume import BEST_WEIGHTS, OUTPUT, WITHOUT_EFFECT
 from ..common.errors import shorten
+from ..diff import differing_entries
 from ..model import identity
 from ..runs.reader import Run
 
@@ -62,14 +61,9 @@ def find_causes(a: Run, b: Run, steps_differ: bool) -> Differences:
 
 
 def differing_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Differences:
-    """Return the entries of two settings.json that describe the training and differ.
-
-    Entries that only one of the runs recorded, because the other one is older, are unknown and do not count.
-    """
-    flat_a, flat_b = (pd.json_normalize(dict(settings)).to_dict("records")[0] for settings in (a, b))
-    both = flat_a.keys() & flat_b.keys() - NO_SETTINGS
-    keys = [str(key) for key in dict.fromkeys((*FIRST, *flat_a)) if key in both]
-    return {key: (flat_a[key], flat_b[key]) for key in keys if flat_a[key] != flat_b[key]}
+    """Return the entries of two settings.json that describe the training and differ."""
+    found = differing_entries(a, b)
+    return {key: found[key] for key in dict.fromkeys((*FIRST, *found)) if key in found.keys() - NO_SETTINGS}
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
