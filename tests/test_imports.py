@@ -13,7 +13,7 @@ from helpers.jobs import PROJECT
 
 # From top to bottom. The packages and modules of one layer do not import each other, so there can't be a circle.
 LAYERS = (
-    {"compare", "deepspeed_run", "check", "predict", "__main__"},
+    {"compare", "deepspeed_run", "check", "predict", "pytest_plugin", "__main__"},
     {"experiments"},
     {"bench"},
     {"ddp_loop", "trainer_run", "minimal"},  # below bench, which times ddp_loop.train_step
@@ -74,7 +74,7 @@ def test_every_imported_package_is_declared():
     imported = {name for name in graph.modules if graph.is_module_squashed(name)} - sys.stdlib_module_names
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["deepspeed"], *extras["tensorboard"]]
+    declared = [*project["dependencies"], *extras["deepspeed"], *extras["tensorboard"], "pytest"]  # it loads its plugin
     names = {re.split("[<>= ]", requirement)[0] for requirement in declared}
     distributions = packages_distributions()  # PyYAML contains yaml
     assert {distributions.get(name, [name])[0].lower().replace("_", "-") for name in imported} == names
