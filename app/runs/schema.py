@@ -26,8 +26,7 @@ RUNS = Path("runs")  # the parent of the run folders without --output_dir: runs/
 LATEST = "latest"  # a symbolic link next to those folders, to the newest one
 
 MODEL_FOLDER, MODEL_CARD = "model", "README.md"
-PREDICTIONS = "predictions.csv"
-LOCK = ".lock"
+PREDICTIONS, LOCK = "predictions.csv", ".lock"
 
 TRACKERS, PROFILE = "trackers", "profile"  # folders
 TRACE = "trace-rank{rank}.json.gz"  # opens at https://ui.perfetto.dev

@@ -3,24 +3,33 @@
     python tests/mutants/run.py         # all, each with the tests that faults.yaml names
     python tests/mutants/run.py 5 17    # only these faults, counted from 1
 
-Prints a line for each fault. The exit status is 1 if the tests of any fault pass.
+A fault that changes a training must also be located by a trace of its tensors (`--trace_tensors`): `differs` in
+faults.yaml describes the first tensor that differs. Prints a line for each fault. The exit status is 1 if the tests of
+any fault pass, or if it is located elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import yaml
 
 PROJECT = Path(__file__).parents[2]
 LIMIT = 1800  # seconds for the tests of a fault
+TRAINING = "--csv=reviews.csv --use_cpu --threads=1 --model=tiny-bert --logical_ranks=4 --train_batch_size=16"
+TRAINING += " --max_length=32 --warmup_steps=0 --dropout=0.1 --trace_tensors=1:4 --save_strategy=steps --save_steps=2"
+TRAINING += " --max_steps=4"  # of which the last one is in the second epoch
 
 
 def main() -> int:
@@ -38,16 +47,21 @@ def main() -> int:
         for number, fault in enumerate(faults, start=1):
             if numbers and number not in numbers:
                 continue
-            start, path = time.monotonic(), copy / fault["file"]
+            start, path, place = time.monotonic(), copy / fault["file"], ""
+            reference = trace(copy, fault, "reference") if "differs" in fault else []
             original = path.read_text(encoding="utf-8")
             if original.count(fault["old"]) != 1:
                 sys.exit(f"fault {number}: its text must occur once in {fault['file']}: {fault['old']!r}")
             path.write_text(original.replace(fault["old"], fault["new"]), encoding="utf-8")
             is_caught = run_tests(copy, fault["tests"].split())
+            if reference:
+                place = first_difference(reference, trace(copy, fault, "planted"))
+                is_caught = is_caught and re.search(fault["differs"], place) is not None
             path.write_text(original, encoding="utf-8")
             missed += not is_caught
             seconds = time.monotonic() - start
-            print(f"{number:3} {'caught' if is_caught else 'MISSED'} {seconds:4.0f} s  {fault['fault']}", flush=True)
+            result = "caught" if is_caught else "MISSED"
+            print(f"{number:3} {result} {seconds:4.0f} s  {fault['fault']}{place}", flush=True)
     return int(missed > 0)
 
 
@@ -59,6 +73,31 @@ def run_tests(copy: Path, tests: list[str]) -> bool:
     if done.returncode not in (0, 1):
         sys.exit(f"the tests could not run:\n{done.stdout}{done.stderr}")
     return done.returncode == 1
+
+
+def trace(copy: Path, fault: dict[str, Any], folder: str) -> list[str]:
+    """Train in the copy, as the fault describes, and return the lines of tensors.jsonl."""
+    shutil.rmtree(copy / folder, ignore_errors=True)
+    reviews = pd.read_csv(copy / "data" / "sample_reviews.csv").sample(60, random_state=0)
+    reviews.to_csv(copy / "reviews.csv", index=False)
+    flags = f"{TRAINING} --output_dir={folder} {fault.get('flags', '')}"
+    if folder == "planted" and fault.get("resumes"):
+        flags += " --resume_from_checkpoint=reference/checkpoints/checkpoint-2"
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={fault.get('ranks', 1)} -m app.ddp_loop"
+    command = [sys.executable, *torchrun.split(), *flags.split()]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=LIMIT, check=False)
+    if done.returncode != 0:
+        sys.exit(f"the training failed:\n{done.stdout}{done.stderr}")
+    return (copy / folder / "tensors.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+def first_difference(reference: list[str], planted: list[str]) -> str:
+    """Describe the first tensor that differs."""
+    for expected, found in zip(reference, planted, strict=True):
+        if expected != found:
+            line = json.loads(found)
+            return ", first at " + " ".join(str(line[key]) for key in ("step", "logical_rank", "phase", "name"))
+    return ", no tensor differs"
 
 
 if __name__ == "__main__":
