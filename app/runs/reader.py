@@ -86,6 +86,5 @@ def _predictions(path: Path, classes: list[str], n: int) -> pd.DataFrame:
     cells = pd.read_csv(path, dtype="str", keep_default_na=False).rename(columns=originals)[columns]
     if len(cells) != n:
         raise ValueError(f"{len(cells)} rows, not the {n} of {METRICS}")
-    for name in ("label", "predicted"):
-        cells[name] = [originals[cell] for cell in cells[name]]
+    cells[["label", "predicted"]] = cells[["label", "predicted"]].map(originals.__getitem__)
     return cells.astype({"row": "int64"} | dict.fromkeys(map(probability_column, classes), "float64"))
