@@ -21,7 +21,7 @@ LAYERS = (
     {"diff"},
     {"trainer"},
     {"record"},
-    {"training", "profiling"},
+    {"training", "profiling", "fixed_tree"},
     {"checkpoint", "tracing"},
     {"runs", "strategies"},
     {"model", "data", "metrics"},

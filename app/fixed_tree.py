@@ -1,0 +1,248 @@
+"""The fixed tree in a training loop of your own: the same weights, bit for bit, with 1, 2, 4 or more processes.
+
+docs/your_own_loop.md explains it, and docs/examples/ has a plain loop, one with accelerate and one with Trainer. The
+strategies of this application use the same classes: `GradientTree`, `FixedOrderAllReduce` and `FullBatchSampler`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sized
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn.modules.batchnorm import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from .data.sampler import BatchPlan, FullBatchSampler
+from .distributed.collectives import all_gather_single
+from .distributed.environment import default_threads
+from .distributed.world import Topology, World
+from .model.dropout import seed_generators
+from .strategies.base import GradientTree
+from .strategies.reduction import FixedOrderAllReduce, TreeSum, sum_pairwise
+
+if TYPE_CHECKING:
+    from transformers import Trainer as TrainerBase
+else:
+    TrainerBase = object  # a loop without Trainer need not import it
+
+
+def plan_of(logical_ranks: int, batch_size: int, n_rows: int) -> tuple[BatchPlan, int]:
+    """Divide the rows of a step, and return the rank of this process as well."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if (expected := int(os.environ.get("WORLD_SIZE", size))) != size:
+        raise RuntimeError(f"WORLD_SIZE is {expected}: call torch.distributed.init_process_group first")
+    if logical_ranks < 1 or logical_ranks & (logical_ranks - 1) or logical_ranks % size:
+        raise ValueError(
+            f"logical_ranks={logical_ranks} with {size} process(es): pass a power of two, such as 8, and start as many "
+            "processes, or a half, a quarter, … of them"
+        )
+    if batch_size % logical_ranks or not 0 < batch_size <= n_rows:
+        raise ValueError(
+            f"batch_size={batch_size}: pass the rows of a step on all processes together, a multiple of logical_ranks="
+            f"{logical_ranks} and at most the {n_rows} rows of the dataset"
+        )
+    steps = n_rows // batch_size
+    return BatchPlan(batch_size, size, logical_ranks, batch_size // logical_ranks, 1, steps, steps, 1), rank
+
+
+class FixedTreeSampler(FullBatchSampler):
+    """A batch sampler: `DataLoader(dataset, batch_sampler=FixedTreeSampler(dataset, 64, logical_ranks=8))`.
+
+    `batch_size` counts the rows of a step on all processes. The sampler yields the rows of this process's logical ranks
+    one after another. Each epoch leaves out the rows that fill no batch. Call `set_epoch(epoch)` before each of them.
+    """
+
+    def __init__(self, dataset: Sized, batch_size: int, logical_ranks: int, *, seed: int = 42) -> None:
+        plan, rank = plan_of(logical_ranks, batch_size, len(dataset))
+        lengths = np.zeros(len(dataset), dtype=np.int64)  # rows are not grouped by them
+        super().__init__(lengths, plan, logical_ranks=plan.logical_ranks_of(rank), seed=seed)
+        self.steps_per_epoch = plan.steps_per_epoch
+
+    def __len__(self) -> int:
+        """Return the number of this process's micro-batches in an epoch."""
+        return self.steps_per_epoch * len(self.logical_ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.epoch_rows()[self.steps_done :].reshape(-1, self.plan.micro_size).tolist())
+
+
+class FixedTree(GradientTree):
+    """Average gradients over a fixed number of logical ranks, whatever the number of processes that work for them.
+
+    Each logical rank trains on an equal share of the batch. Its random numbers follow from the step and the logical
+    rank. The gradients of all logical ranks are added in one order, and so are buffers such as BatchNorm's statistics.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, logical_ranks: int, *, threads: int | None = None, divides: bool = True
+    ) -> None:
+        """Register DDP's communication hook. Collective.
+
+        Args:
+            model: a `DistributedDataParallel`; if there is one process, any module.
+            logical_ranks: the largest number of processes that you expect to use, a power of two.
+            threads: for `torch.set_num_threads`, because the number of CPU threads affects rounding. By default, for a
+                model on a CPU, the cores of the node divided by `logical_ranks`.
+            divides: whether to divide by the number of this process's logical ranks; False: the loss is divided.
+        """
+        plan, rank = plan_of(logical_ranks, logical_ranks, logical_ranks)
+        if plan.ranks > 1 and not isinstance(model, DistributedDataParallel):
+            raise TypeError(f"FixedTree: pass DistributedDataParallel(model), not {type(model).__name__}")
+        if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+            raise TypeError("FixedTree: SyncBatchNorm depends on the number of processes: use BatchNorm or GroupNorm")
+        super().__init__(model, plan, allow_unused=getattr(model, "find_unused_parameters", True))
+        self.logical_ranks, self.device = plan.logical_ranks_of(rank), self.parameters[0].device  # of this process
+        self.step, self.done = -1, len(self.logical_ranks)  # the last step, and how many of its micro-batches are done
+        # Such as BatchNorm's statistics. Each logical rank updates those of the step before.
+        self.buffers, self.buffer_sums = list(model.buffers()), TreeSum()
+        self.buffers_before: list[torch.Tensor] = []
+        if threads or self.device.type == "cpu":
+            torch.set_num_threads(threads or default_threads(logical_ranks))
+        self.divisor = plan.logical_ranks_per_rank if divides else 1
+        if isinstance(model, DistributedDataParallel):
+            if model.static_graph or model.process_group is not dist.group.WORLD:
+                raise ValueError("FixedTree: create DistributedDataParallel without static_graph and process_group")
+            given: list[Any] = [None] * plan.ranks
+            dist.all_gather_object(given, {"logical_ranks": logical_ranks, "threads": torch.get_num_threads()})
+            if any(values != given[0] for values in given):
+                raise ValueError(f"FixedTree: the processes have {given}: pass the same values to all of them")
+            limit, topology = timedelta(minutes=30), Topology(plan.ranks, inside=plan.ranks)
+            world = World(rank, plan.ranks, rank, plan.ranks, self.device, HashStore(), limit, topology)
+            all_reduce = FixedOrderAllReduce(self.parameters, self.sums, world)
+            all_reduce.divisor = self.divisor
+            self.register(all_reduce)
+            # Released after DDP's reducer, which would wait for gloo's threads without releasing the GIL: a deadlock.
+            object.__setattr__(model, "group_of_fixed_tree", model.process_group)
+
+    @contextmanager
+    def micro_batch(self, step: int, logical_rank: int, *, seed: int = 42) -> Iterator[None]:
+        """A context for the forward and backward passes of each logical rank in `self.logical_ranks`. Collective.
+
+        backward() gets the mean loss of the rows: the tree divides by the number of logical ranks. The gradients are
+        cleared when the first context of a step begins, and averaged when the last one ends. Inside, the random numbers
+        of PyTorch, NumPy and Python follow from the arguments. `step` counts the optimizer steps before this one.
+        """
+        number = self.done % len(self.logical_ranks)
+        if logical_rank != self.logical_ranks[number] or (step == self.step) != (number > 0):
+            due = f"of step {self.step}" if number else "of another step"
+            raise ValueError(
+                f"micro_batch(step={step}, logical_rank={logical_rank}): logical rank {self.logical_ranks[number]} "
+                f"{due} is next: count steps over all epochs, and in each one loop over tree.logical_ranks"
+            )
+        if number == 0:
+            self.step = step
+            for parameter in self.parameters:  # otherwise backward() would add to the gradients of the step before
+                parameter.grad = None
+            self.buffers_before = [buffer.clone() for buffer in self.buffers]
+        for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
+            buffer.copy_(before)
+        with ExitStack() as stack:  # outside of it, nothing must follow from these seeds
+            stack.callback(random.setstate, random.getstate())
+            stack.callback(np.random.set_state, np.random.get_state())
+            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(self.accumulate(number))
+            seed_generators(seed, step, logical_rank)
+            yield
+            if all(parameter.grad is None for parameter in self.parameters):
+                raise RuntimeError("micro_batch: call backward() inside it, also on the loss of the last logical rank")
+        self._add_buffers(is_last=number + 1 == len(self.logical_ranks))
+        self.done = number + 1
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Do what `torch.nn.utils.clip_grad_norm_` does, with squares that are added in fp64."""
+        if self.done < len(self.logical_ranks):
+            raise RuntimeError(f"clip_grad_norm_: first train on logical rank(s) {self.logical_ranks[self.done :]}")
+        return self.clip_grad_norm(max_norm, torch.ones((), device=self.device))
+
+    def _finish(self) -> None:
+        super()._finish()
+        if self.all_reduce is None:
+            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], self.divisor)
+        elif not self.all_reduce.is_called:
+            raise RuntimeError(
+                "micro_batch: call the DistributedDataParallel itself: backward() exchanged no gradients"
+            )
+        else:
+            self.all_reduce.is_called = False
+
+    def check_gradients(self) -> None:
+        names = [name for name, p in self.wrapped.named_parameters() if p.requires_grad and p.grad is None]
+        if names:
+            raise ValueError(
+                f"{names[0].removeprefix('module.')} and {len(names) - 1} other parameter(s) have no gradient: pass "
+                "find_unused_parameters=True to DistributedDataParallel, or call requires_grad_(False) on them"
+            )
+
+    def _add_buffers(self, is_last: bool) -> None:
+        """Make each floating-point buffer the mean over the logical ranks; DDP would keep that of rank 0."""
+        averaged = [buffer for buffer in self.buffers if buffer.is_floating_point()]  # others are counters or masks
+        if not averaged:
+            return
+        # Divided before they are added: a constant such as torch.finfo(torch.float32).min must stay the same.
+        total = torch.cat([buffer.flatten() for buffer in averaged]).div_(self.plan.logical_ranks)
+        if not is_last:
+            return self.buffer_sums.add([total])
+        self.buffer_sums.add_to_last_leaf([total], [0])
+        self.buffer_sums.clear()
+        if self.plan.ranks > 1:
+            sums = total.new_empty(self.plan.ranks, len(total))
+            all_gather_single(sums.view(-1), total)
+            total = sum_pairwise(sums)
+        means = total.split([buffer.numel() for buffer in averaged])
+        torch._foreach_copy_(averaged, [mean.view_as(buffer) for buffer, mean in zip(averaged, means, strict=True)])
+
+
+class FixedTreeTrainerMixin(TrainerBase):
+    """`class MyTrainer(FixedTreeTrainerMixin, Trainer): logical_ranks = 8` trains on the fixed tree.
+
+    A step has `per_device_train_batch_size` rows for each logical rank. How many micro-batches a process accumulates
+    follows from the number of processes.
+    """
+
+    logical_ranks = 0  # to be set in your class, as for `FixedTree`
+    threads: int | None = None
+    tree: FixedTree | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        n = plan_of(self.logical_ranks, self.logical_ranks, self.logical_ranks)[0].logical_ranks_per_rank
+        if self.args.gradient_accumulation_steps not in (1, n) or self.args.n_gpu > 1:
+            raise ValueError(
+                "FixedTreeTrainerMixin: for larger batches, raise logical_ranks; for several GPUs, start with torchrun"
+            )
+        if self.args.fp16 or not self.args.average_tokens_across_devices:
+            problem = "with fp16 (use bf16), or without average_tokens_across_devices, results depend on the processes"
+            raise ValueError(f"FixedTreeTrainerMixin: {problem}")
+        self.args.gradient_accumulation_steps = n
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return Trainer's loader with a `FixedTreeSampler`: accelerate would divide the rows by processes."""
+        loader: Any = super().get_train_dataloader()
+        rows = self.args.train_batch_size * self.logical_ranks
+        sampler = FixedTreeSampler(loader.dataset, rows, self.logical_ranks, seed=self.args.seed)
+        names = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "worker_init_fn")
+        new: Any = DataLoader(loader.dataset, batch_sampler=sampler, **{name: getattr(loader, name) for name in names})
+        new.set_epoch = sampler.set_epoch  # Trainer calls it
+        return new  # type: ignore[no-any-return]
+
+    def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train on a micro-batch of the next logical rank. Trainer divides the loss by their number."""
+        if self.tree is None or self.tree.wrapped is not model:
+            self.tree = FixedTree(model, self.logical_ranks, threads=self.threads, divides=False)
+        logical_rank = self.tree.logical_ranks[self.tree.done % len(self.tree.logical_ranks)]
+        with self.tree.micro_batch(self.state.global_step, logical_rank, seed=self.args.seed):
+            return super().training_step(model, *args, **kwargs)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
+        assert self.tree is not None
+        return self.tree.clip_grad_norm_(self.args.max_grad_norm)

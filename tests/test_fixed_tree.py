@@ -1,0 +1,183 @@
+"""The fixed tree for loops of one's own: gradients, buffers and random numbers, and what a mistake is answered with.
+
+tests/launched/test_your_own_loop.py runs the examples.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from strategies.ranks import on_ranks
+from strategies.test_accumulation import add_neighbors
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+
+from app.fixed_tree import FixedTree, FixedTreeSampler, FixedTreeTrainerMixin
+
+V = 4
+
+
+class Model(nn.Module):
+    """BatchNorm, and a constant whose sum would overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
+        self.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def step_of(tree: FixedTree, inputs: torch.Tensor, step: int = 0) -> list[torch.Tensor]:
+    for logical_rank in tree.logical_ranks:
+        with tree.micro_batch(step, logical_rank):
+            tree.wrapped(inputs[logical_rank]).backward()
+    return [p.grad.clone() for p in tree.parameters]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradients_and_statistics_are_the_means_over_the_logical_ranks(ranks):
+    """Of plain PyTorch. The tree clears the gradients itself."""
+    torch.manual_seed(0)
+    model, inputs = Model(), torch.randn(V, 8, 6)
+    leaves, means = [], []
+    for x in inputs:
+        alone = copy.deepcopy(model)
+        alone(x).backward()
+        leaves.append([p.grad for p in alone.parameters()])
+        means.append(alone.layers[1].running_mean)
+    expected = [add_neighbors(of_parameter) / V for of_parameter in zip(*leaves, strict=True)]
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def work(world: Any) -> tuple[Any, ...]:
+        options = {"find_unused_parameters": ranks == 2, "gradient_as_bucket_view": ranks == 4}
+        tree = FixedTree(DistributedDataParallel(copies[world.rank], **options), V, threads=1)
+        for step in range(2):
+            found = step_of(tree, inputs, step)
+            if step == 0:
+                buffers = {name: buffer.clone() for name, buffer in copies[world.rank].named_buffers()}
+        return found, buffers, tree.clip_grad_norm_(1e9)
+
+    for found, buffers, norm in on_ranks(work, ranks):
+        assert all(map(torch.equal, found, expected))
+        assert norm == torch.cat([g.flatten() for g in expected]).double().norm().float()
+        assert torch.equal(buffers["layers.1.running_mean"], add_neighbors([mean / V for mean in means]))
+        assert torch.equal(buffers["mask"], model.mask)
+        assert buffers["layers.1.num_batches_tracked"] == 1
+    plain = FixedTree(model, V, threads=1)  # one process without DistributedDataParallel
+    assert all(map(torch.equal, step_of(plain, inputs), expected))
+
+
+def test_random_numbers_follow_from_step_and_logical_rank_only():
+    def draw() -> tuple[float, ...]:
+        return torch.rand(()).item(), np.random.rand(), random.random()
+
+    model, drawn = nn.Linear(1, 1), {}
+    tree = FixedTree(model, V, threads=1)
+    states = torch.get_rng_state(), random.getstate()
+    for step in (5, 6, 5):
+        for logical_rank in tree.logical_ranks:
+            with tree.micro_batch(step, logical_rank, seed=1):
+                assert drawn.setdefault((step, logical_rank), numbers := draw()) == numbers
+                model(torch.ones(1, 1)).sum().backward()
+    assert len(set(drawn.values())) == 2 * V
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_sampler_gives_each_logical_rank_the_same_rows(ranks):
+    whole = FixedTreeSampler(range(50), 8, V, seed=3)
+    whole.set_epoch(1)
+    expected = list(whole)
+
+    def work(world: Any) -> list[Any]:
+        sampler = FixedTreeSampler(range(50), 8, V, seed=3)
+        sampler.set_epoch(1)
+        assert len(list(sampler)) == len(sampler) == 6 * V // ranks
+        return list(sampler)
+
+    per_step = [np.array(rows).reshape(6, -1, 2) for rows in on_ranks(work, ranks)]
+    assert np.concatenate(per_step, axis=1).reshape(-1, 2).tolist() == expected
+    assert len({row for rows in expected for row in rows}) == 48
+
+
+def enter(tree: FixedTree, step: int, logical_rank: int) -> None:
+    with tree.micro_batch(step, logical_rank):
+        tree.wrapped(torch.ones(1, 1)).sum().backward()
+
+
+def test_a_mistake_in_the_loop_names_what_to_do():
+    tree = FixedTree(nn.Linear(1, 1), V, threads=1)
+    with pytest.raises(ValueError, match="logical rank 0 of another step is next"):
+        enter(tree, 0, 1)
+    with pytest.raises(RuntimeError, match=r"call backward\(\) inside"), tree.micro_batch(0, 0):
+        pass
+    tree = FixedTree(nn.Linear(1, 1), 2, threads=1)
+    enter(tree, 0, 0)
+    with pytest.raises(RuntimeError, match=r"first train on logical rank\(s\) \[1\]"):
+        tree.clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match="logical rank 1 of step 0 is next"):
+        enter(tree, 1, 0)
+    enter(tree, 0, 1)
+    with pytest.raises(ValueError, match="logical rank 0 of another step is next"):
+        enter(tree, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FixedTree(nn.Linear(1, 1), 6), "logical_ranks=6 with 1 .*power of two"),
+        (lambda: FixedTree(nn.SyncBatchNorm(3), 2), "use BatchNorm or GroupNorm"),
+        (lambda: FixedTreeSampler(range(50), 6, 4), "batch_size=6: .* a multiple of logical_ranks=4"),
+        (lambda: FixedTreeSampler(range(50), 64, 4), "at most the 50 rows"),
+    ],
+)
+def test_a_mistake_before_the_loop_names_what_to_pass(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_mistakes_that_need_several_processes():
+    def work(world: Any) -> None:
+        with pytest.raises(TypeError, match=r"pass DistributedDataParallel\(model\), not Linear"):
+            FixedTree(nn.Linear(1, 1), 2)
+        with pytest.raises(ValueError, match="with 2 process"):
+            FixedTree(nn.Linear(1, 1), 1)
+        with pytest.raises(ValueError, match="pass the same values"):
+            FixedTree(DistributedDataParallel(nn.Linear(1, 1)), 2 + 2 * world.rank, threads=1)
+        tree = FixedTree(DistributedDataParallel(nn.Linear(1, 1)), 2, threads=1)
+        context = tree.micro_batch(0, tree.logical_ranks[0])
+        with pytest.raises(RuntimeError, match="call the DistributedDataParallel itself"), context:
+            tree.wrapped.module(torch.ones(1, 1)).sum().backward()
+        model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+        model.forward = model[0].forward
+        tree = FixedTree(DistributedDataParallel(model), 2, threads=1)
+        with pytest.raises(ValueError, match=r"1\.weight and 1 other parameter\(s\) have no gradient"):
+            enter(tree, 0, tree.logical_ranks[0])
+
+    on_ranks(work, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_accumulation_steps": 3}, "raise logical_ranks"),
+        ({"average_tokens_across_devices": False}, "average_tokens"),
+        ({"logical_ranks": 0}, "logical_ranks=0"),
+    ],
+)
+def test_arguments_that_the_trainer_cannot_keep_are_rejected(tmp_path, changes, message):
+    class TreeTrainer(FixedTreeTrainerMixin, Trainer):
+        logical_ranks = changes.pop("logical_ranks", 4)
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, **changes)
+    with pytest.raises(ValueError, match=message):
+        TreeTrainer(nn.Linear(1, 1), args)
