@@ -15,6 +15,8 @@ PLAIN_DDP = {  # what the tree does, done by DDP alone: each process trains on a
     "for logical_rank in tree.logical_ranks:": "for _ in range(1):",
     "with tree.micro_batch(step, logical_rank, seed=42):": "if optimizer.zero_grad() is None:",
     "tree.clip_grad_norm_(1.0)": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+    # FixedTree does this as well: DDP's reducer must not be the last one that releases gloo's group.
+    "\ndist.destroy": "\nmodel.group = model.process_group\ndist.destroy",
 }
 
 
