@@ -61,7 +61,7 @@ def traced(strategy: Strategy, settings: Settings, step: int, *, world: World) -
         return strategy
     first, last = map(int, settings.trace_tensors.split(":"))
     if first > (total := strategy.plan.total_steps):
-        raise AgreedError(f"--trace_tensors {settings.trace_tensors}: the run has {total} steps")
+        raise AgreedError(f"--trace_tensors {settings.trace_tensors}: the run ends after step {total}")
     return TracedStrategy(strategy, range(first, last + 1), step + 1, world=world, precision=settings.precision)
 
 

@@ -22,6 +22,7 @@ OF_TRAINING = {
     "--load_best_model_at_end": "--load_best_model_at_end",
     "--class_weights=1,2,3": "--class_weights",
     "--report_to=excel": "--report_to excel",
+    "--trace_tensors=2:3": "--trace_tensors 2:3: the run ends after step 1",
     "--train_batch_size=8 --per_device_train_batch_size=4": "--train_batch_size and --per_device_train_batch_size",
     "--config=list.yaml": "--config list.yaml",
     "--csv": "--csv",
