@@ -77,7 +77,7 @@ def compare_or_record(file: Path, run: Callable[[], Any], records: bool) -> str 
     if isinstance(rows, str | os.PathLike):
         training = read(Path(rows))
     else:
-        lines = (json.dumps({"step": n} | dict(row), default=float) for n, row in enumerate(rows, 1))
+        lines = (json.dumps({"step": n} | dict(row), default=lambda x: x.item()) for n, row in enumerate(rows, 1))
         training = collect("this training", map(json.loads, lines))
     if recorded is None:
         logged = [{"step": step, quantity: value} for step, quantity, value in training.table.to_numpy()]
