@@ -14,10 +14,11 @@ import logging
 import os
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,15 @@ def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = 
 
 def _load_files(
     path: str, cache_dir: Path | None, encoding: str | None, **options: Any
-) -> tuple[datasets.DatasetDict, str, dict[str, str]]:
+) -> tuple[Mapping[str, datasets.Dataset], str, dict[str, str]]:
     """Load a folder, or files with a builder of `datasets`; with their encoding, and the SHA-256 of each file."""
     # Otherwise, `datasets` would tell the Hub that its builder is in use, and wait for 3 seconds without a connection.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     with tempfile.TemporaryDirectory() as temporary:
         builder: Any = datasets.load_dataset_builder(path, cache_dir=temporary, **options)
+        # A README.md may name the classes that a CSV or JSON has as numbers.
+        features = builder.info.features or {}
+        classes = {name: value for name, value in features.items() if isinstance(value, datasets.ClassLabel)}
         hashes = {file: pooch.file_hash(file) for files in builder.config.data_files.values() for file in files}
         if encoding and builder.name not in ENCODINGS:
             raise ValueError("--encoding is for CSV and JSON files")
@@ -118,9 +122,15 @@ def _load_files(
             try:
                 if builder.name == "csv":
                     options |= _csv_options([*hashes], builder.config.pd_read_csv_kwargs | {"encoding": candidate})
+                    options["features"].update(classes)
                 if not folder.exists():
                     _check_files(builder.name, hashes, options)
-                splits = datasets.load_dataset(path, cache_dir=str(folder), keep_in_memory=not cache_dir, **options)
+                place = {"cache_dir": str(folder), "keep_in_memory": not cache_dir}
+                if builder.name == "json":
+                    parts = builder.config.data_files.items()
+                    splits = {part: _load_json(files, candidate, classes, split=part, **place) for part, files in parts}
+                else:
+                    splits = datasets.load_dataset(path, **place, **options)
                 if encoding or all(_is_plausible(split, candidate) for split in splits.values()):
                     return splits, candidate, hashes
             except Exception as error:
@@ -128,6 +138,32 @@ def _load_files(
                     raise
     wrong = encoding or ("UTF-8, nor Chinese in GB18030" if builder.name == "csv" else "UTF-8")
     raise ValueError(f"is not {wrong}: save it as UTF-8, or name its encoding with --encoding, such as utf-16 or cp949")
+
+
+def _load_json(
+    files: list[str], encoding: str, classes: Mapping[str, datasets.ClassLabel], **options: Any
+) -> datasets.Dataset:
+    """Load JSON as texts. `datasets` would infer types from pieces of the files, and so change dates, 01 and true."""
+    rows = partial(_json_rows, files, encoding)
+    names = chain.from_iterable(rows())
+    features = datasets.Features({**dict.fromkeys(names, datasets.Value("large_string")), **classes})
+    return datasets.Dataset.from_generator(rows, features, **options)
+
+
+def _json_rows(files: list[str], encoding: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of JSON Lines files, or of files with an array, without their lists and objects."""
+    decode = partial(json.loads, parse_constant=lambda _: None)  # NaN is missing
+    for file in files:
+        with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
+            is_array = "[" in stream.read(100).partition("{")[0]
+            stream.seek(0)
+            i = 0
+            try:
+                for row in decode(stream.read()) if is_array else map(decode, filter(str.strip, stream)):
+                    yield {name: value for name, value in dict(**row).items() if not isinstance(value, list | dict)}
+                    i += 1
+            except (json.JSONDecodeError, RecursionError, TypeError) as error:
+                raise ValueError(f"{Path(file).name}: row {i}: {error}") from None
 
 
 def _csv_options(files: list[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -159,13 +195,14 @@ def _is_plausible(split: datasets.Dataset, encoding: str) -> bool:
     return (is_chinese or encoding != "gb18030") and not any("\x1b$" in text for text in texts)  # as in ISO-2022
 
 
-def _check_files(kind: str, files: Iterable[str], options: Mapping[str, Any]) -> None:
+def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) -> None:
     """Raise an error if `datasets` would read something else than what is in the files."""
     schemas = [pq.read_schema(file) for file in files if kind == "parquet"]
     booleans = {tuple(field.name for field in schema if field.type == "bool") for schema in schemas}  # would become 1
     if len(booleans) > 1 or len({(schema.metadata or {}).get(b"huggingface") for schema in schemas}) > 1:
         raise ValueError("its files declare different columns, or a ClassLabel with other names or in another order")
     csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
+    columns = dict.fromkeys(name.strip("\ufeff ").casefold() for name in options.get("features", ()))
     for file in files if kind == "csv" else ():
         with fsspec.open(file, "rt", encoding=options["encoding"], compression="infer", newline="") as stream:
             reader = csv.reader(stream, delimiter=options["sep"], quoting=options["quoting"], strict=True)
@@ -178,13 +215,12 @@ def _check_files(kind: str, files: Iterable[str], options: Mapping[str, Any]) ->
                     if row and row == names:
                         raise csv.Error("repeats the header: remove it")  # several files, joined with `cat`
                     names = names or row
+                    if {*names} != {*columns} and len(files) > 1:
+                        raise csv.Error(
+                            f"has the columns {list_names(names)}, but another file {list_names([*columns])}"
+                        )
             except csv.Error as error:
                 raise ValueError(f"{Path(file).name}: line {reader.line_num}, or a quote before it: {error}") from None
-    for file in files if kind == "json" else ():
-        with fsspec.open(file, compression="infer") as stream:
-            start = stream.read(100)
-            if b"[" in start.partition(b"{")[0]:  # an array, in which pandas drops half a surrogate pair
-                json.dumps(json.loads(start + stream.read()), ensure_ascii=False).encode()
 
 
 @contextmanager
@@ -196,7 +232,7 @@ def one_line_errors(name: str) -> Iterator[None]:
         yield
     except Exception as error:  # the errors of `datasets`, pandas, Arrow and json have no common class
         text = shorten(str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__, 200)
-        has_no_rows = "corresponds to no data" in text or text == StopIteration.__name__
+        has_no_rows = "corresponds to no data" in text or "at least one example" in text
         raise UserError(f"{name}: {'has no rows' if has_no_rows else text}") from error
     finally:
         logging.disable(logging.NOTSET)

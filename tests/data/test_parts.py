@@ -93,6 +93,19 @@ def test_a_test_split_whose_labels_are_secret_is_left_out_and_class_labels_have_
         read(dataset_name=str(tmp_path))
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_the_readme_of_a_data_set_names_the_classes_that_its_files_number(tmp_path, ending):
+    names = "{class_label: {names: {'0': bad, '1': good}}}"
+    features = f"[{{name: label, dtype: {names}}}, {{name: review, dtype: string}}]"
+    files = f"[{{config_name: default, data_files: train.{ending}}}]"
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {files}\ndataset_info: {{features: {features}}}\n---\n")
+    rows = {"csv": "label,review\n1,a\n0,b\n", "jsonl": '{"label": 1, "review": "a"}\n{"label": 0, "review": "b"}\n'}
+    (tmp_path / f"train.{ending}").write_text(rows[ending])
+    expected = datasets.load_dataset(str(tmp_path), cache_dir=str(tmp_path / "cache"))["train"].features["label"].names
+    table = read(dataset_name=str(tmp_path))
+    assert (table.class_names, table.labels.tolist()) == (tuple(expected), [1, 0])
+
+
 def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, tmp_path, capsys):
     similar = pd.DataFrame({"label": ["Good", "ｇｏｏｄ", "bad"] * 9, "review": ["abc"] * 27})
     unknown = pd.DataFrame({"label": ["bad"] * 9, "review": ["😀"] * 8 + ["abc"]})

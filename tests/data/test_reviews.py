@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import json
 import os
 import socket
 from dataclasses import replace
@@ -140,6 +141,23 @@ def lookup(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
     return lookup
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_the_values_of_json_are_texts_whatever_the_other_rows_of_the_files_have(tmp_path, is_array):
+    """Each value as `json.loads` returns it. The first file has more than one block of 10 MiB."""
+    values = ["2024-01-01", "2024-01-01T00:00:00Z", "01", 1, 10**30, -0.5, True, "true", "1e5", "\u2028b", " a"]
+    rows = [
+        {"review": value, "label": i % 2, "tags": [value]} for i, value in enumerate(["x" * 1_500] * 8_000 + values)
+    ]
+    rows[4], rows[-2]["label"] = {"label": None, "review": "b", "more": {}}, float("nan")
+    for i, part in enumerate((rows[: -len(values)], rows[-len(values) :])):
+        lines = [json.dumps(part)] if is_array else map(json.dumps, part)
+        (tmp_path / f"train-{i}.jsonl").write_text("\n\n".join(lines))
+    table = clean(open_sources(Settings(dataset_name=str(tmp_path))))
+    expected = [(str(row["label"]), str(row.get("review"))) for row in rows]
+    expected[4] = expected[-2] = "no label"
+    assert rows_of(table) == expected
 
 
 FORMATS = ["rows.csv", "rows.jsonl", "rows.json", "rows.parquet", "ROWS.Parquet", "[ab]*.jsonl"]
