@@ -19,8 +19,7 @@ from .common.errors import UserError, shorten
 from .common.paths import DOWNLOADED_CSV, SAMPLE_CSV
 from .setting_groups import (
     EVERYDAY,
-    RECIPE,
-    RECIPE_OF_TINY,
+    FEW_ROWS,
     TINY,
     CheckpointSettings,
     DataSettings,
@@ -53,9 +52,8 @@ class Settings(
     """
 
     def __post_init__(self) -> None:
-        for name, default in (RECIPE_OF_TINY if self.model == TINY else RECIPE).items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
+        if self.max_length is None:
+            self.max_length = 256 if self.model == TINY else 128
         try:
             vars(self).update(vars(VALUES.model_validate(vars(self))))
         except ValidationError as problem:
@@ -122,6 +120,11 @@ class Settings(
         if self.csv is not None:
             return Path(self.csv)
         return DOWNLOADED_CSV if DOWNLOADED_CSV.exists() else SAMPLE_CSV
+
+    def epochs(self, n_train: int) -> float:
+        """Return `--num_train_epochs` or, if it is not set, the default of the model for a number of training rows."""
+        of_tiny = 12.0 if n_train < FEW_ROWS else 6.0
+        return self.num_train_epochs or (of_tiny if self.model == TINY else 3.0)
 
     def divides_among(self, ranks: int) -> bool:
         """Tell whether a batch can be divided among a number of ranks. The job checks all other conditions."""

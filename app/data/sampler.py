@@ -118,7 +118,7 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     steps_per_epoch = n_train // size
     if steps_per_epoch == 0:
         raise UserError(f"{n_train} training rows do not fill one batch: {flag} must be {n_train} or less")
-    total = settings.max_steps if settings.max_steps > 0 else math.ceil(settings.num_train_epochs * steps_per_epoch)
+    total = settings.max_steps if settings.max_steps > 0 else math.ceil(settings.epochs(n_train) * steps_per_epoch)
     return BatchPlan(
         global_size=size,
         ranks=world_size,

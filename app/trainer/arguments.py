@@ -25,7 +25,6 @@ def training_arguments(prepared: Preparation, **more: Any) -> TrainingArguments:
         per_device_train_batch_size=plan.micro_size,
         per_device_eval_batch_size=settings.eval_batch_size,
         gradient_accumulation_steps=plan.micro_batches_per_step,
-        num_train_epochs=settings.num_train_epochs,
         max_steps=plan.total_steps,
         max_grad_norm=settings.max_grad_norm or float("inf"),
         seed=settings.seed,

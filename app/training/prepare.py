@@ -92,6 +92,7 @@ def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
     classifier = build_model(settings, data, world)
     settings = replace(  # what depends on the data and the model
         settings,
+        num_train_epochs=settings.epochs(len(data.split.train)),
         learning_rate=peak_learning_rate(settings),
         attn_implementation=getattr(classifier.model.config, "_attn_implementation", None),
         train_batch_size=data.plan.global_size,

@@ -25,7 +25,7 @@ from app.bench.two_nodes import ADDRESSES, SYSTEM_PATH
 from run_scripts.figures import read_figures
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
-ROWS = 400  # of the real reviews, so that the trainings take seconds
+ROWS = 200  # of the real reviews, so that the trainings take seconds
 DATA = Path("data", "ChnSentiCorp_htl_all.csv")
 NOT_RUN = re.compile(r"git clone|pip install|bert-base|OWNER")
 RESUME = " --resume_from_checkpoint auto"

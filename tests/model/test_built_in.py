@@ -103,12 +103,13 @@ def test_embeddings_are_learned_for_tokens_that_occur_and_random_for_others():
     assert not torch.equal(weight[tokenizer.mask_token_id], of_other[tokenizer.mask_token_id])
 
 
-@pytest.mark.parametrize(("model", "max_length", "epochs"), [("tiny", 256, 6), ("tiny-bert", 128, 3)])
-def test_a_built_in_model_has_defaults_of_its_own(model, max_length, epochs):
+@pytest.mark.parametrize(("model", "max_length", "few", "many"), [("tiny", 256, 12, 6), ("tiny-bert", 128, 3, 3)])
+def test_a_built_in_model_has_defaults_of_its_own(model, max_length, few, many):
     assert (build(model=model)[2] is None) == (model == "tiny-bert"), "only `tiny` learns embeddings"
     settings = Settings(model=model)
-    assert (settings.max_length, settings.num_train_epochs) == (max_length, epochs)
-    assert Settings(model=model, max_length=64).max_length == 64
+    assert (settings.max_length, settings.epochs(2_499), settings.epochs(2_500)) == (max_length, few, many)
+    given = Settings(model=model, max_length=64, num_train_epochs=5)
+    assert (given.max_length, given.epochs(400)) == (64, 5)
 
 
 def test_padding_is_no_problem_in_fp64():

@@ -91,7 +91,9 @@ def test_a_run_says_which_reviews_several_parts_have_and_that_its_vocabulary_is_
 ):
     monkeypatch.setattr(reviews, "MAX_SAMPLE", 20)
     settings = write_rows(tmp_path)  # the same review in all rows
-    os.close(prepare("ddp_loop", replace(settings, model="tiny", output_dir=str(tmp_path / "run")), world).lock)
+    run = prepare("ddp_loop", replace(settings, model="tiny", output_dir=str(tmp_path / "run")), world)
+    os.close(run.lock)
+    assert (run.settings.num_train_epochs, run.plan.total_steps) == (12, 48), "few rows, and 4 steps per epoch"
     printed = capsys.readouterr().out
     assert "4 test reviews also occur in train rows" in printed
     assert "reviews.csv, utf-8-sig\n" in printed
