@@ -1,13 +1,18 @@
-"""Runs to compare, written without training."""
+"""Runs to compare, written without training, and reviews that try to run scripts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pandas as pd
 import pytest
 from helpers.run_folders import write_run
 
 from app.runs.reader import Run, read_run
+
+SCRIPT = "<script>document.title='ran'</script>"
+IMAGE = "<img src=x onerror=\"document.title='ran'\">"
 
 
 @pytest.fixture
@@ -26,3 +31,13 @@ def make_pair(review_csv, tmp_path) -> Callable[..., tuple[Run, Run]]:
         return tuple(runs)
 
     return make
+
+
+@pytest.fixture
+def hostile(review_csv, tmp_path) -> Path:
+    """A CSV whose reviews and classes contain active HTML and Markdown, and are too wide for a page."""
+    reviews = pd.read_csv(review_csv(900))
+    reviews["review"] += f" {SCRIPT}{IMAGE} | `code` [link](http://example.invalid) \x1b[31m" + "好" * 300 + "w" * 300
+    reviews["label"] = reviews["label"].map({0: SCRIPT, 1: IMAGE + "x" * 80})
+    reviews.to_csv(tmp_path / "hostile.csv", index=False)
+    return tmp_path / "hostile.csv"

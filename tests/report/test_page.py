@@ -11,18 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from helpers.jobs import unavailable
-from helpers.run_folders import edit_json, write_run
+from report.conftest import SCRIPT
 
 from app.report.comparison import compare_seeds
 from app.report.render import write_comparison
-from app.runs.reader import read_run
 
 pytestmark = pytest.mark.launched
-SCRIPT = "<script>document.title='ran'</script>"
-IMAGE = "<img src=x onerror=\"document.title='ran'\">"
 FLAGS = [
     *("--headless", "--dump-dom", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
@@ -86,23 +82,11 @@ def measure(chromium, tmp_path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def page(review_csv, tmp_path) -> Path:
+def page(make_pair, hostile, tmp_path) -> Path:
     """A comparison of two different runs over seeds, with text that tries to run scripts and to overflow the page."""
-    reviews = pd.read_csv(review_csv(160))
-    reviews["review"] += f" {SCRIPT}{IMAGE} " + "好" * 300 + "w" * 300
-    reviews["label"] = reviews["label"].map({0: SCRIPT, 1: IMAGE + "x" * 80})
-    reviews.to_csv(tmp_path / "reviews.csv", index=False)
-    pairs = []
-    for seed in (1, 2):
-        runs = [
-            write_run(tmp_path / f"{x}{seed}", tmp_path / "reviews.csv", rng_seed=i, seed=seed)
-            for i, x in enumerate("ab")
-        ]
-        edit_json(runs[0] / "settings.json", path=SCRIPT, model="m" * 200, devices=["cpu"] * 64, learning_rate=0.5)
-        pairs.append(tuple(map(read_run, runs)))
-    (tmp_path / "out").mkdir()
-    write_comparison(compare_seeds(pairs), tmp_path / "out")
-    return tmp_path / "out" / "comparison.html"
+    a = {"path": SCRIPT, "model": "m" * 200, "devices": ["cpu"] * 64, "learning_rate": 0.5}
+    write_comparison(compare_seeds([make_pair(reviews=hostile, a=a, seed=seed) for seed in (1, 2)]), tmp_path)
+    return tmp_path / "comparison.html"
 
 
 def edited(page: Path, name: str, change: Callable[[str], str]) -> Path:
