@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -136,11 +135,3 @@ def test_a_checkpoint_that_lacks_a_file_of_another_node_is_not_named(tmp_path, w
     assert not new(tmp_path, world).save("checkpoint-1", write, STATE)
     assert "state-1-of-2.safetensors was not written: do all nodes share the folder?" in capsys.readouterr().out
     assert latest_first(tmp_path) == []
-
-
-def test_a_run_folder_that_is_gone_is_not_created_again(tmp_path, world):
-    (tmp_path / "run").mkdir()
-    checkpoints = new(tmp_path / "run" / "checkpoints", world, 1)
-    shutil.rmtree(tmp_path / "run")
-    assert not checkpoints.save("checkpoint-2", write, STATE)
-    assert not (tmp_path / "run").exists()

@@ -6,7 +6,6 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -47,9 +46,9 @@ def finish(record: RunRecord) -> None:
     record.finish(logits, score(logits, labels))
 
 
-def on_disk(record: RunRecord, name: str = "step", log: Path = STEPS) -> list[float | None]:
-    """Return a value of each line of a log."""
-    return [json.loads(line)[name] for line in (record.folder / log).read_text().splitlines()]
+def on_disk(record: RunRecord, name: str = "step") -> list[float | None]:
+    """Return a value of each line of the log of steps."""
+    return [json.loads(line)[name] for line in (record.folder / STEPS).read_text().splitlines()]
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 from record.run_records import SCORES, begin, do_steps, files_up_to, finish, on_disk
@@ -11,8 +10,7 @@ from record.run_records import SCORES, begin, do_steps, files_up_to, finish, on_
 from app.common.errors import Preempted, RunError, UserError
 from app.distributed.collectives import all_gather_object
 from app.distributed.world import World
-from app.record.run_record import RunRecord
-from app.runs.schema import EVALUATIONS, LATEST, RUNS, SETTINGS
+from app.runs.schema import LATEST, RUNS, SETTINGS
 from app.training import prepare
 
 
@@ -69,42 +67,19 @@ def test_a_stop_without_its_checkpoint_is_a_failure(started, room, end):
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
-# tests/launched/test_recovery.py fails before the first step of a resumed run is done, and finds all files unchanged.
-
-
-@pytest.fixture
-def interrupted(started) -> RunRecord:
-    """A run with checkpoints after steps 5 and 10 and an evaluation after the first one, killed after step 12."""
-    record = started()
-    do_steps(record, 5)
-    record.after_evaluation(5, "test", SCORES)
-    do_steps(record, 7)
-    os.close(record.run.lock)
-    return record
-
-
-def test_a_new_folder_gets_the_lines_so_far(interrupted, started, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "of-torchrun" / "attempt_0" / "0" / "error.json"))
-    before = {path: path.read_bytes() for path in interrupted.folder.rglob("*") if path.is_file()}
-    checkpoint = interrupted.checkpoints.folder / "checkpoint-10"
-    new = {"resume_from_checkpoint": str(checkpoint), "output_dir": str(tmp_path / "new")}
-    record = started(**new)
-    record.after_evaluation(10, "test", SCORES)
-    do_steps(record)
-    assert (on_disk(record), on_disk(record, log=EVALUATIONS)) == ([*range(1, 12)], [5, 10])
-    os.close(record.run.lock)
-    record = started(**new)  # torchrun restarts it: without a checkpoint of its own, it starts from the other run again
-    do_steps(record, 2)
-    assert on_disk(record) == [*range(1, 13)]
-    assert all(path.read_bytes() == content for path, content in before.items())
+# tests/launched/test_laws.py finds the lines so far in a new folder. tests/launched/test_recovery.py fails before the
+# first step of a resumed run is done, and finds all files unchanged.
 
 
 @pytest.mark.parametrize(
     ("step", "strategy", "is_missing"),
     [(10, "steps", True), (10, "no", False), (5, "steps", False), (None, "steps", False)],
 )
-def test_the_evaluation_after_a_checkpoint_is_made_up_for(interrupted, started, tmp_path, step, strategy, is_missing):
+def test_the_evaluation_after_a_checkpoint_is_made_up_for(started, tmp_path, step, strategy, is_missing):
+    interrupted = started()
+    do_steps(interrupted, 5)
+    interrupted.after_evaluation(5, "test", SCORES)
+    do_steps(interrupted, 5)
     checkpoint = str(interrupted.checkpoints.folder / f"checkpoint-{step}") if step else None
     flags = {"eval_strategy": strategy, "eval_steps": 5, "output_dir": str(tmp_path / "new")}
     assert begin(started(begun=False, resume_from_checkpoint=checkpoint, **flags)) is is_missing

@@ -14,34 +14,24 @@ from app.runs.schema import METRICS, PREDICTIONS, SETTINGS, SPLIT, STEPS
 
 @pytest.mark.parametrize(
     ("file", "key"),
-    [(SETTINGS, "path"), (SPLIT, "classes"), (METRICS, "train_seconds"), (STEPS, "loss")],
+    [(SETTINGS, "path"), (SPLIT, "classes"), (METRICS, "train_seconds"), (STEPS, "loss"), (PREDICTIONS, None)],
 )
-def test_an_edited_file_is_named_with_its_key(review_csv, tmp_path, file, key):
-    path = write_run(tmp_path / "run", review_csv(), steps=1) / file
-    content = json.loads(path.read_text())
-    removed = {name: value for name, value in content.items() if name != key}
-    for edited, problem in ((removed, f"KeyError: '{key}'"), (content | {key: None}, f"TypeError: {key} is None")):
-        path.write_text(json.dumps(edited))
-        with pytest.raises(UserError, match=rf"^{path}: damaged or incomplete.*{problem}$"):
-            read_run(path.parent)
-
-
-def test_predictions_of_fewer_rows_are_named(review_csv, tmp_path):
-    path = write_run(tmp_path / "run", review_csv()) / PREDICTIONS
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
-    with pytest.raises(UserError, match=rf"^{path}: damaged .*: 13 rows, not the 15 of metrics.json$"):
-        read_run(path.parent)
-
-
-@pytest.mark.parametrize("file", [SETTINGS.name, SPLIT.name, METRICS.name, STEPS.name, PREDICTIONS])
-def test_a_file_that_is_missing_or_damaged_is_named(review_csv, tmp_path, file):
-    run = write_run(tmp_path / "run", review_csv())
-    cut = (run / file).read_bytes()[:20]
-    for content in (cut, b"\xff", b"[1]", b"null", b"3", b"NaN", b'"x"'):
-        (run / file).write_bytes(content)
-        with pytest.raises(UserError, match=rf"^.*{file}: damaged or incomplete.*$") as problem:
+def test_a_file_that_is_missing_damaged_or_edited_is_named(review_csv, tmp_path, file, key):
+    run = write_run(tmp_path / "run", review_csv(), steps=1)
+    content = (run / file).read_bytes()
+    edits = dict.fromkeys((content[:20], b"\xff", b"[1]", b"null", b"3", b"NaN", b'"x"'), "")
+    if key is None:
+        edits[b"".join(content.splitlines(keepends=True)[:-2])] = "13 rows, not the 15 of metrics.json"
+    else:
+        values = json.loads(content)
+        edits[json.dumps(values | {key: None}).encode()] = f"TypeError: {key} is None"
+        del values[key]
+        edits[json.dumps(values).encode()] = f"KeyError: '{key}'"
+    for edited, problem in edits.items():
+        (run / file).write_bytes(edited)
+        with pytest.raises(UserError, match=rf"^{run / file}: damaged or incomplete.*{problem}$") as caught:
             read_run(run)
-        assert "\n" not in str(problem.value)
+        assert "\n" not in str(caught.value)
     (run / file).unlink()
     with pytest.raises(UserError, match=rf"{file}: missing: the run has not finished"):
         read_run(run)
