@@ -22,13 +22,8 @@ from app.training.step import build_optimizer, build_scheduler
 
 pytestmark = pytest.mark.gpu
 
-SMALL = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 96,
-}
+SMALL = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"intermediate_size": 96}
 # The number of elements of many parameters is no multiple of 4: under zero1, those after them are not aligned.
 ODD = SMALL | {"hidden_size": 34, "intermediate_size": 37, "vocab_size": 101, "max_position_embeddings": 33}
 

@@ -1,14 +1,11 @@
-"""Atomic writes and files of the cache."""
+"""Atomic writes."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
-
-import pytest
 
 from app.common import files
-from app.common.files import cached_file, commit
+from app.common.files import commit
 
 
 def test_a_folder_and_all_its_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
@@ -35,17 +32,3 @@ def test_a_folder_replaces_a_link_and_not_what_it_links_to(tmp_path):
     commit(tmp_path / ".model.tmp", tmp_path / "model")
     assert not (tmp_path / "model").is_symlink()
     assert (tmp_path / "archive" / "weights").read_text() == "old"
-
-
-def test_a_cached_file_is_written_once_and_an_interrupted_one_leaves_nothing(tmp_path):
-    def fail_halfway(file: Path) -> None:
-        assert file.parent.parent == tmp_path, "on the same file system, so that a rename moves it"
-        file.write_text("partial")
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        cached_file(tmp_path / "tokens.arrow", fail_halfway)
-    assert list(tmp_path.iterdir()) == []
-    for content in ("first", "second"):
-        cached_file(tmp_path / "tokens.arrow", lambda file, content=content: file.write_text(content))
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["first"]

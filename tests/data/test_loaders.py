@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from helpers.worlds import batch_plan, fake_world
+from helpers.worlds import fake_world
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.data.loaders import EvalSet, build_eval_set, form_eval_batches
-from app.settings import Settings
-from app.training.build import select_strategy
 
 
 def eval_sets(lengths: np.ndarray, ranks: int, batch_size: int) -> list[EvalSet]:
@@ -46,12 +43,3 @@ def test_each_row_is_evaluated_once_in_a_batch_that_is_the_same_at_any_number_of
     for share in shares:
         assert [row for batch in real_batches(share) for row in batch] == list(share.positions)
         assert sum(share.is_filler) <= 1, "the ranks do not have the same work"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "logical_ranks"),
-    [("ddp", [4, 5, 6, 7]), ("zero1", [4, 5, 6, 7]), ("zero2", [1, 3, 5, 7]), ("zero3", [1, 3, 5, 7])],
-)
-def test_each_strategy_gets_the_logical_ranks_in_the_order_in_which_it_adds_them(strategy, logical_ranks):
-    chosen = select_strategy(Settings(strategy=strategy), batch_plan(2, 8), fake_world(1, 2))
-    assert chosen.logical_ranks == logical_ranks

@@ -133,16 +133,6 @@ def write(frame: pd.DataFrame, path: Path) -> None:
     os.utime(path, ns=(0, 0))  # always the same time, as `cp -p` may leave it
 
 
-@pytest.fixture
-def lookup(monkeypatch):
-    """A look-up of other machines that fails, whatever the settings of `datasets` in this environment."""
-    lookup = Mock(side_effect=OSError("no network"))
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    return lookup
-
-
 @pytest.mark.parametrize("is_array", [False, True])
 def test_the_values_of_json_are_texts_whatever_the_other_rows_of_the_files_have(tmp_path, is_array):
     """Each value as `json.loads` returns it. The first file has more than one block of 10 MiB."""
@@ -165,9 +155,13 @@ FORMATS += [f"data/train-{{}}.{ending}" for ending in ("csv", "csv.gz", "tsv", "
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_same_rows_are_the_same_table_in_any_format_and_changed_ones_are_read_again(tmp_path, lookup, name):
+def test_the_same_rows_are_the_same_table_in_any_format_and_changed_ones_are_read_again(tmp_path, monkeypatch, name):
     path = tmp_path / name
     flags = {"dataset_name": str(path.parent)} if "/" in name else {"csv": str(path)}
+    lookup = Mock(side_effect=OSError("no network"))
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)  # of another machine, whatever this environment sets
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
     for frame in (ROWS, ROWS.replace({"review": {"NA": "zw"}})):
         for i, part in enumerate((frame[:6], frame[6:]) if "{}" in name else (frame,)):
             write(part, path.with_name(path.name.format(i)))

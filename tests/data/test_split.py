@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from helpers.reviews import read_reviews
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,13 +74,6 @@ def test_the_fingerprint_covers_everything_that_determines_the_split():
 def test_classes_with_too_few_rows_and_parts_that_are_too_small_are_rejected(labels, sizes, message):
     with pytest.raises(UserError, match=message):
         split_reviews(table_of(labels), **SIZES | sizes)
-
-
-def test_the_real_csv_has_the_known_split(real_csv):
-    table = read_reviews(real_csv)
-    split = split_reviews(table, test_size=0.1, validation_size=0.0, seed=42)
-    assert (len(split.train), len(split.test)) == (6988, 777)
-    assert abs(table.labels[split.test].mean() - table.labels.mean()) < 1e-3
 
 
 def test_reviews_that_occur_in_several_parts_are_counted():

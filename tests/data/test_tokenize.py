@@ -13,11 +13,16 @@ from app.data.tokenize import hash_tokens, lengths_of, occurring_tokens, tokeniz
 from app.model.built_in import learn_tokenizer
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_are_the_tokens_that_the_tokenizer_returns(review_csv, tmp_path, side):
-    table = read_reviews(review_csv(1_050))  # more than `datasets` processes at once
+@pytest.mark.parametrize(
+    ("name", "value"), [("truncation_side", "left"), ("truncation_side", "right"), ("split_special_tokens", True)]
+)
+def test_rows_are_the_tokens_that_the_tokenizer_returns(review_csv, tmp_path, name, value):
+    path = review_csv(1_050)  # more than `datasets` processes at once
+    path.write_text(path.read_text("utf-8") + "0,a[SEP]b\n", "utf-8")
+    table = read_reviews(path)
     tokenizer = learn_tokenizer(table.texts, 8_000)
-    tokenizer.truncation_side = side
+    tokenize(table, tokenizer, 16, cache_dir=tmp_path / "cache")
+    setattr(tokenizer, name, value)
     expected = [tokenizer(text, truncation=True, max_length=16)["input_ids"] for text in table.texts]
     hashes = set()
     for cache_dir in (tmp_path / "cache", tmp_path / "cache", None):
@@ -44,18 +49,6 @@ def test_the_cache_is_reused_only_for_the_same_rows_tokenizer_and_length(review_
     assert len(files_after(table, tokenizer, 15)) == 2
     assert len(files_after(table, learn_tokenizer(table.texts[:3], 8_000), 16)) == 3
     assert len(files_after(other, tokenizer, 16)) == 4
-    tokenizer.truncation_side = "left"
-    assert len(files_after(table, tokenizer, 16)) == 5
-
-
-def test_special_tokens_in_reviews_are_split_if_the_tokenizer_says_so_despite_the_cache(tmp_path):
-    path = tmp_path / "reviews.csv"
-    path.write_text("label,review\n0,a[SEP]b\n1,b[SEP]a\n")
-    table = read_reviews(path)
-    tokenizer = learn_tokenizer(table.texts, 8_000)
-    for tokenizer.split_special_tokens, separators in ((False, 2), (True, 1)):
-        rows = tokenize(table, tokenizer, 32, cache_dir=tmp_path / "cache")
-        assert rows["input_ids"][0].count(tokenizer.sep_token_id) == separators
 
 
 @pytest.mark.parametrize(

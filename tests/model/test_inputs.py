@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.architectures import CONFIGS, SMALL, write_model
 from helpers.run_folders import edit_json
-from helpers.worlds import batch_plan, fake_world, process_group_of
+from helpers.worlds import fake_world
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -19,7 +19,6 @@ from app.common.errors import UserError
 from app.model.inputs import BIDIRECTIONAL, to_device
 from app.model.load import load_classifier, load_tokenizer
 from app.settings import Settings
-from app.strategies.fsdp import FullyShardStrategy
 
 LISTED = {name.split(".")[2] for name in BIDIRECTIONAL}
 SIZES = SMALL | {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32}  # where there are any
@@ -129,11 +128,3 @@ def test_the_forward_pass_reads_no_value_of_the_mask(name):
             model(**prepared)
         with pytest.raises(AssertionError), WithoutHostReads():
             model(**batch)
-
-
-def test_a_sharded_model_gets_the_same_mask():
-    with process_group_of(0, 2) as world:
-        model = classifier("bert")
-        FullyShardStrategy(Settings(strategy="zero3"), batch_plan(2), world).wrap(model)
-        assert type(model).__name__ == "FSDPBertForSequenceClassification"
-        assert to_device(batch_of("bert", (LENGTH, 20)), model, world)["attention_mask"].ndim == 4
