@@ -1,4 +1,4 @@
-"""A training program with a fault: `faulty.py ddp_loop fill_disk [flags]`.
+"""A training program with a fault: `faulty.py ddp_loop flip_bit [flags]`.
 
 Faults are injected through hooks of PyTorch and Python, so that they depend on no function of `app`. They
 take what else they need from environment variables.
@@ -10,7 +10,6 @@ import os
 import runpy
 import signal
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -34,27 +33,6 @@ def signal_in_evaluation() -> None:
 
     if int(RANK) == int(os.environ["WORLD_SIZE"]) - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         register_module_forward_pre_hook(count)
-
-
-def fill_disk() -> None:
-    """Fill the disk of the file FILLER completely after the optimizer's step FROM, and free it after step TO."""
-    filler, step = Path(os.environ["FILLER"]), 0
-
-    def count(*_: Any) -> None:
-        nonlocal step
-        step += 1
-        if step == int(os.environ["FROM"]):
-            with filler.open("wb", buffering=0) as file:
-                try:
-                    while True:
-                        file.write(bytes(1 << 16))
-                except OSError:
-                    pass
-        elif step == int(os.environ["TO"]):
-            filler.unlink()
-
-    if RANK == "0":
-        register_optimizer_step_post_hook(count)
 
 
 def flip_bit() -> None:

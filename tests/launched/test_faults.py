@@ -1,75 +1,34 @@
-"""Faults at exact moments: what must not be lost, overwritten, or half-written, on both training paths.
+"""A stop request that comes too late, and a rank that starts late.
 
-test_resumed_runs.py has the signals after which a run is resumed.
+test_resumed_runs.py has the signals after which a run is resumed, and tests/record/test_run_record.py full disks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
 
-import pandas as pd
 import pytest
 from helpers.architectures import write_model
-from helpers.jobs import PROJECT, SAMPLE_CSV, Job, read_steps
+from helpers.jobs import PROJECT, SAMPLE_CSV, Job
 
 from app.runs.reader import read_run
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 PATHS = ("ddp_loop", "trainer_run")
 FAULTY = str(PROJECT / "tests" / "launched" / "faulty.py")
-SMALL = ["--csv", SAMPLE_CSV, "--model=bert", "--max_length=32", "--train_batch_size=12", "--eval_strategy=no"]
-SMALL += ["--use_cpu", "--threads=1", "--disable_tqdm", "--output_dir=run"]
-BRIEF = [*SMALL, "--max_steps=3", "--save_strategy=no", "--eval_batch_size=4"]
-
-
-@pytest.fixture
-def start(tmp_path) -> Callable[..., Job]:
-    """Start a program in the test's folder, whose runs are in `run` and train the model `bert`."""
-    write_model(tmp_path / "bert", "bert")
-
-    def job(program: str, *flags: Any, **options: Any) -> Job:
-        return Job(program, *flags, "--cache_dir=cache", cwd=tmp_path, **options)
-
-    return job
-
-
-# ---- disks -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("path_name", "then"), [("ddp_loop", "continue"), ("trainer_run", "stop")])
-def test_a_completely_full_disk(start, mount, path_name, then):
-    disk = mount("size=64m")
-    run = disk / "run"
-    flags = [*SMALL, "--max_steps=50", "--logging_steps=1", "--save_strategy=steps", "--save_steps=10"]
-    flags += ["--eval_strategy=steps", "--eval_steps=15", f"--on_save_failure={then}", f"--output_dir={run}"]
-    # The disk is full for 40 steps, whose log lines need more space than the last block of the file has left.
-    variables = {"FILLER": str(disk / "filler"), "FROM": "5", "TO": "45"}
-    # With --on_save_failure stop, a log that rank 0 cannot write ends the other rank as well.
-    with start(FAULTY, path_name, "fill_disk", *flags, ranks=0 if then == "continue" else 2, **variables) as job:
-        done = job.finish()
-    if then == "stop":
-        assert done.status == 1
-        (line,) = done.error_lines
-        assert "No space left" in line
-        return
-    assert done.status == 0, done.err
-    assert any("No space left" in line for line in done.out.splitlines() if line.startswith("warning: ")), done.out
-    assert [step["step"] for step in read_steps(run)] == list(range(1, 51))
-    assert pd.read_json(run / "evaluations.jsonl", lines=True)["step"].tolist() == [15, 30, 45, 50]
-    # Others may exist: a tmpfs counts its free pages per CPU, so a small file may still fit into one that is full.
-    assert (run / "checkpoints" / "checkpoint-50" / "run_state.json").is_file()
-    read_run(run)
+BRIEF = ["--csv", SAMPLE_CSV, "--model=bert", "--max_length=32", "--train_batch_size=12", "--eval_strategy=no"]
+BRIEF += ["--use_cpu", "--threads=1", "--disable_tqdm", "--output_dir=run", "--cache_dir=cache"]
+BRIEF += ["--max_steps=3", "--save_strategy=no", "--eval_batch_size=4"]
 
 
 # ---- requests to stop ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path_name", PATHS)
-def test_ranks_that_are_asked_to_stop_at_the_end_of_a_run_finish_it(start, tmp_path, path_name):
+def test_ranks_that_are_asked_to_stop_at_the_end_of_a_run_finish_it(tmp_path, path_name):
+    write_model(tmp_path / "bert", "bert")
     # BRIEF has one evaluation, after all steps.
-    with start(FAULTY, path_name, "signal_in_evaluation", *BRIEF, SIGNAL="SIGTERM") as job:
+    with Job(FAULTY, path_name, "signal_in_evaluation", *BRIEF, cwd=tmp_path, SIGNAL="SIGTERM") as job:
         done = job.finish()
     assert (done.status, done.error_lines) == (0, []), done.err
     read_run(tmp_path / "run")

@@ -5,13 +5,11 @@ test_pages.py trains a model on them, and in test_resumed_runs.py one of them di
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.jobs import PROJECT, SAMPLE_CSV
@@ -22,7 +20,7 @@ from app.bench.two_nodes import ADDRESSES, SYSTEM_PATH
 pytestmark = pytest.mark.launched
 
 
-def run_on_both(nodes: list[str], *arguments: str, log_folder: Path, status: int = 0, **more: Any) -> list[str]:
+def run_on_both(nodes: list[str], *arguments: str, log_folder: Path, status: int = 0, **more: str) -> list[str]:
     """Run multi_node.sh with `arguments` on both nodes, which have to end with a status; return their output."""
     logs = [log_folder / f"node{rank}.log" for rank in range(2)]
     jobs = [start(nodes, rank, *arguments, log=log, **more) for rank, log in enumerate(logs)]
@@ -109,41 +107,6 @@ def test_ranks_of_two_nodes_connect_again_after_a_sigkill(nodes: list[str], tmp_
         printed = run_on_both(nodes, "c10d", "restarted", log_folder=tmp_path, MAX_RESTARTS="9")
     finished = [line for text in printed for line in text.splitlines() if line.startswith("rank ")]
     assert sorted(finished) == ["rank 0 has finished", "rank 1 has finished"]
-
-
-# Makes a node's host name stand for 127.0.1.1 on itself, as Debian does, and runs torchrun without multi_node.sh, which
-# would look for the interface itself.
-NAMED = """
-hostname "node-$NODE_RANK"; mount --bind "$HOSTS-$NODE_RANK" /etc/hosts
-exec python -m torch.distributed.run --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=node-0:29500 \\
-  --rdzv_conf="is_host=$((1 - NODE_RANK))" -m app.check --use_cpu --ddp_timeout=60
-"""
-
-
-@pytest.mark.slow
-def test_a_host_name_that_is_a_loopback_address_on_its_own_node(nodes: list[str], tmp_path: Path) -> None:
-    for own in range(2):
-        addresses = ["127.0.1.1" if node == own else address for node, address in enumerate(ADDRESSES)]
-        lines = ["127.0.0.1 localhost", *(f"{address} node-{node}" for node, address in enumerate(addresses))]
-        (tmp_path / f"hosts-{own}").write_text("\n".join(lines) + "\n")
-    command = ["unshare", "--mount", "--uts", "bash", "-c", NAMED]
-    printed = run_on_both(nodes, log_folder=tmp_path, command=command, HOSTS=str(tmp_path / "hosts"))
-    assert "correct sum" in "".join(printed)
-
-
-@pytest.mark.slow
-def test_no_more_bytes_leave_a_node_than_planned(nodes: list[str], tmp_path: Path) -> None:
-    """Counted by the kernel, for two ranks on each node. A ring all-reduce would send 1.5 times the gradients."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(Path(__file__).parent))
-        arguments = ["static", "bytes_between_nodes", "--use_cpu", "--threads=1"]
-        printed = run_on_both(nodes, *arguments, log_folder=tmp_path, NPROC_PER_NODE="2")
-    for text in printed:
-        found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
-        assert found["two levels"] == pytest.approx(1.0, rel=0.1), "headers and acknowledgments are less than a tenth"
-        assert found["reduce-scatter"] == pytest.approx(0.5, rel=0.1)
-        assert found["ring"] == pytest.approx(1.5, rel=0.1)
-        assert found["one level"] > 1.4
 
 
 # ---- the script ------------------------------------------------------------------------------------------------------

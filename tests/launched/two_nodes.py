@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -62,19 +62,12 @@ def kill_node(node: str) -> None:
     subprocess.run(["kill", "-KILL", *processes_on(node)], check=True)
 
 
-def start(
-    nodes: list[str],
-    rank: int,
-    *arguments: str,
-    log: Path,
-    command: Sequence[str] = ("bash", str(SCRIPT)),
-    **more: str,
-) -> subprocess.Popen[bytes]:
-    """Start multi_node.sh or another command with `arguments` on a node, and write its output to `log`."""
+def start(nodes: list[str], rank: int, *arguments: str, log: Path, **more: str) -> subprocess.Popen[bytes]:
+    """Start multi_node.sh with `arguments` on a node, and write its output to `log`."""
     place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
     place |= {"NPROC_PER_NODE": "1"} | more
     environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | place | {"PATH": SYSTEM_PATH}
-    on_node = ["ip", "netns", "exec", nodes[rank], *command, *arguments]
+    on_node = ["ip", "netns", "exec", nodes[rank], "bash", str(SCRIPT), *arguments]
     with log.open("w") as output:
         return subprocess.Popen(on_node, env=environment, cwd=PROJECT, stdout=output, stderr=subprocess.STDOUT)
 
