@@ -14,19 +14,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from app.common.errors import Preempted
 from app.distributed import failure, process_group
 from app.distributed.collectives import all_gather_object
-from app.distributed.process_group import Place, common_device_type, find_device, join
+from app.distributed.process_group import find_device, join
 from app.settings import Settings
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 VARIABLES += ("CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "TORCHELASTIC_RESTART_COUNT")
-CPU, GPU = Place("host-a", 1, "cpu"), Place("host-b", 1, "cuda")
-FULL = Place("host-c", 1, "cuda", "too few GPUs")
 BF16, TF32 = {"precision": "bf16"}, {"tf32": True}
 
 
@@ -72,21 +68,6 @@ def gpus(monkeypatch) -> SimpleNamespace:
 
 
 # ---- start ------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.sampled_from([CPU, GPU, FULL]), min_size=1, max_size=6))
-def test_all_ranks_use_the_same_device_type_or_the_cpu_to_report_a_problem(ranks):
-    chosen = [common_device_type(ranks, rank) for rank in range(len(ranks))]
-    if FULL in ranks:
-        assert chosen == [("cpu", place.problem) for place in ranks]
-    elif len({*ranks}) == 1:
-        assert chosen == [(ranks[0].device_type, None)] * len(ranks)
-    else:
-        without = ", ".join(f"{rank} (host-a)" for rank, place in enumerate(ranks) if place == CPU)
-        for device_type, problem in chosen:
-            assert device_type == "cpu"
-            assert problem.startswith(f"rank(s) {without} would use the CPU")
-            assert "--use_cpu" in problem
 
 
 @pytest.mark.parametrize(
@@ -144,13 +125,6 @@ def test_a_gpu_run_has_only_the_numbers_that_it_asks_for(gpus, tf32):
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cuda.matmul.allow_tf32 is tf32
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest"), "recorded as a kernel"
-
-
-def test_a_cpu_run_makes_no_cuda_context(gpus):
-    with join(Settings(**BF16, use_cpu=True, deterministic=True)):
-        assert not torch.are_deterministic_algorithms_enabled()
-        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    assert [call[:2] for call in gpus.calls] == [("init_process_group", "gloo")]
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,6 @@ BRIEF += ["--use_cpu", "--threads=1", "--disable_tqdm", "--output_dir=run", "--c
 BRIEF += ["--max_steps=3", "--save_strategy=no", "--eval_batch_size=4"]
 
 
-# ---- requests to stop ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path_name", PATHS)
 def test_ranks_that_are_asked_to_stop_at_the_end_of_a_run_finish_it(tmp_path, path_name):
     write_model(tmp_path / "bert", "bert")
@@ -33,8 +30,6 @@ def test_ranks_that_are_asked_to_stop_at_the_end_of_a_run_finish_it(tmp_path, pa
     assert (done.status, done.error_lines) == (0, []), done.err
     read_run(tmp_path / "run")
 
-
-# ---- ranks that start later than the others --------------------------------------------------------------------------
 
 DELAY = 6.0
 # Joins a process group, and prints what this costs each rank, in seconds and in seconds of a core.

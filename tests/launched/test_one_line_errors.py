@@ -69,6 +69,7 @@ CASES = {
         BRIEF, "TORCH_DISTRIBUTED_DEBUG=DETAIL", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     ),
     "a rank without a GPU": Case(ON_GPUS, "rank(s) 1 (", FAULTY, environment={"GPUS": "2,0"}),
+    "a node with too few GPUs": Case(ON_GPUS, "has 1 GPU(s)", FAULTY, environment={"GPUS": "1,1"}),
     "a rank with another flag": Case(
         ON_GPUS, "rank 1: unknown argument --lerning_rate", FAULTY, environment={"GPUS": "2,2", "UNKNOWN_FLAG_ON": "1"}
     ),

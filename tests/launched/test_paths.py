@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from helpers.architectures import write_model
-from helpers.jobs import LIMIT, PROJECT, SAMPLE_CSV
+from helpers.jobs import SAMPLE_CSV
 from safetensors.torch import load_file
 
 import app.ddp_loop
 from app.cli import parse_settings
-from app.distributed.launcher import torchrun_command
 from app.runs.csv_escape import escape
 from app.runs.reader import read_run
 
@@ -68,22 +63,6 @@ def test_plain_python_is_a_run_of_one_rank_in_a_new_folder(launch, review_csv, t
     assert (tmp_path / "runs" / path_name / "latest").resolve() in runs
     settings = json.loads((tmp_path / "runs" / path_name / "latest" / "settings.json").read_text())
     assert (settings["path"], settings["world_size"]) == (path_name, 1)
-
-
-@pytest.mark.launched
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="`script` has other options elsewhere")
-@pytest.mark.parametrize("path", PATHS)
-def test_a_bar_appears_on_a_terminal(tmp_path, path):
-    flags = ["--csv", SAMPLE_CSV, "--use_cpu", "--threads=1", "--max_length=8", "--max_steps=2", "--eval_strategy=no"]
-    command = torchrun_command(f"app.{path}", [*flags, "--save_strategy=no"], nproc_per_node=0)
-    # `script` gives a command a terminal, which has no size at first, so no room for a bar.
-    on_terminal = ["script", "-qec", f"stty rows 24 cols 100; exec {shlex.join(command)} >/dev/null", "/dev/null"]
-    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
-    done = subprocess.run(on_terminal, stdin=subprocess.DEVNULL, **options)
-    assert done.returncode == 0, done.stdout
-    assert "2/2 [" in done.stdout, "two of two steps"
 
 
 # ---- machines with GPUs ----------------------------------------------------------------------------------------------

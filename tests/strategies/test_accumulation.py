@@ -194,13 +194,6 @@ def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(ho
     assert norm == gradients.double().norm().float()
 
 
-def test_only_the_partial_sums_of_complete_subtrees_are_held():
-    sums = TreeSum()
-    for n in range(1, 33):
-        sums.add([torch.ones(1)])
-        assert [level for level, _ in sums.partial_sums] == [bit for bit in range(5, -1, -1) if n >> bit & 1]
-
-
 @pytest.mark.parametrize(("inside", "most"), [(4, 3), (2, 5)])
 def test_as_many_buckets_are_received_at_the_same_time_as_the_plan_assumes(inside, most):
     def work(world: World) -> int:

@@ -33,14 +33,6 @@ def test_it_changes_like_grad_scaler(precision, overflows):
     assert float(ours.value) == theirs.get_scale()
 
 
-def test_the_state_of_a_loss_scale_does_not_depend_on_the_number_of_processes():
-    one, two = (LossScale("fp16", batch_plan(ranks, 2), fake_world()) for ranks in (1, 2))
-    two.update(torch.tensor(math.inf))
-    one.load_state_dict(two.state_dict())
-    assert one.state_dict() == two.state_dict()
-    assert float(one.value) == 2 * float(two.value)
-
-
 STEPS = 12
 
 
