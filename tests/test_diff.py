@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
+from helpers.architectures import SMALL
 from helpers.run_folders import write_run
 from torch.utils.tensorboard import SummaryWriter
-from transformers import Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from app.diff import first_difference_of_traces, main, ulps
 from app.program import run_program
@@ -101,15 +102,8 @@ def test_runs_of_this_program_are_compared_with_their_settings_and_traces(tmp_pa
     settings = {"learning_rate": {"A": 0.001, "B": 0.1}, "path": {"A": "ddp_loop", "B": "trainer_run"}}
     assert result["settings_that_differ"] == settings
     assert result["quantities"]["eval_f1"]["common"] == 1
-    first = {
-        "step": 10,
-        "logical_rank": 0,
-        "micro_batch": 0,
-        "phase": "forward",
-        "name": "layer",
-        "hash": "0",
-        "norm": 1,
-    }
+    first = {"step": 10, "logical_rank": 0, "micro_batch": 0, "phase": "forward", "name": "layer"}
+    first |= {"hash": "0", "norm": 1}
     names = ("embeddings", "layer", "layer", "head")  # one module is called twice
     at = [(step, rank) for step in (10, 11) for rank in (0, 1)]
     trace = [first | {"step": step, "logical_rank": rank, "name": name} for step, rank in at for name in names]
@@ -130,22 +124,13 @@ def test_runs_of_this_program_are_compared_with_their_settings_and_traces(tmp_pa
 
 
 def test_the_log_of_trainer_is_compared_up_to_the_step_after_which_the_learning_rate_matters(tmp_path, diff):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(3))
-
-        def forward(self, x, labels):
-            return {"loss": ((x * self.weight).sum(1) - labels).square().mean()}
-
-    rows = [
-        {"x": torch.randn(3, generator=torch.Generator().manual_seed(i)), "labels": torch.ones(())} for i in range(8)
-    ]
+    rows = [{"input_ids": [i, i + 1], "labels": i % 2} for i in range(8)]
+    new_model = partial(BertForSequenceClassification, BertConfig(**SMALL))
     schedule = {"max_steps": 4, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
     for name, rate in (("a", 0.1), ("b", 0.1), ("c", 0.2)):
         options = {"learning_rate": rate, "lr_scheduler_type": "constant", "report_to": "none", "use_cpu": True}
         arguments = TrainingArguments(str(tmp_path / name), disable_tqdm=True, **schedule, **options)
-        trainer = Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows)
+        trainer = Trainer(args=arguments, model_init=new_model, train_dataset=rows, eval_dataset=rows)
         trainer.train()
         trainer.save_state()
     status, result = diff(tmp_path / "a", tmp_path / "b" / "trainer_state.json")

@@ -92,22 +92,6 @@ def test_random_numbers_follow_from_step_and_logical_rank_only():
     assert random.getstate() == states[1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_sampler_gives_each_logical_rank_the_same_rows(ranks):
-    whole = FixedTreeSampler(range(50), 8, V, seed=3)
-    whole.set_epoch(1)
-    expected = list(whole)
-
-    def work(world: Any) -> list[Any]:
-        sampler = FixedTreeSampler(range(50), 8, V, seed=3)
-        sampler.set_epoch(1)
-        return list(sampler)
-
-    per_step = [np.array(rows).reshape(6, -1, 2) for rows in on_ranks(work, ranks)]
-    assert np.concatenate(per_step, axis=1).reshape(-1, 2).tolist() == expected
-    assert len({row for rows in expected for row in rows}) == 2 * len(whole) == 48
-
-
 def enter(tree: FixedTree, step: int, logical_rank: int) -> None:
     with tree.micro_batch(step, logical_rank):
         tree.wrapped(torch.ones(1, 1)).sum().backward()

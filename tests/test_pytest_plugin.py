@@ -40,20 +40,15 @@ def repository(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     pytester.makepyfile(test_it=TEST)
     (pytester.path / ".gitignore").write_text("runpytest-*\nstd*\n")  # what pytester itself writes
-    subprocess.run(["git", "init", "--quiet"], check=True)
-    commit()
+    author = ["-c", "user.name=someone", "-c", "user.email=someone@example.com"]
+    for command in (["init"], ["add", "--all"], [*author, "commit", "--message", "Tests"]):
+        subprocess.run(["git", *command], check=True, stdout=subprocess.DEVNULL)
 
     def run(*flags):
         done = pytester.runpytest_subprocess("-p", "app.pytest_plugin", "-rs", *flags)
         return done.ret, done.stdout.str() + done.stderr.str()
 
     return run
-
-
-def commit() -> None:
-    identity = ["-c", "user.name=someone", "-c", "user.email=someone@example.com"]
-    subprocess.run(["git", "add", "--all"], check=True)
-    subprocess.run(["git", *identity, "commit", "--quiet", "--message", "A change"], check=True)
 
 
 def test_what_is_recorded_from_a_commit_passes_until_one_step_changes(repository, pytester):

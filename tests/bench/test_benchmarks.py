@@ -34,14 +34,6 @@ def test_measured_memory_is_the_predicted_memory_under_each_strategy(lab, capsys
     assert min(float(measured) for _, _, measured in rows) > 0
 
 
-def test_counted_collectives_are_printed_next_to_the_predicted_ones(lab, capsys):
-    traffic.main(lab.settings)
-    out = capsys.readouterr().out.partition("## zero1")[0]
-    assert "A rank sends 0 bytes per step." in out
-    rows = re.findall(r"^\| all-reduce of [\d,]+ bytes +\| all ranks \| (.*?) +\| +1 \| +1 \| +0 \|$", out, re.M)
-    assert rows == ["gradients: bucket 1", "gradients: bucket 2"]
-
-
 def test_a_step_that_differs_from_the_plan_ends_the_benchmark(lab, monkeypatch, capsys):
     """PyTorch's own dropout keeps masks of another size than row dropout."""
     monkeypatch.setattr(planned, "with_each_strategy", lambda settings: [settings])

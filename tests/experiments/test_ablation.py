@@ -35,18 +35,6 @@ def test_each_variant_changes_one_thing_in_its_baseline_and_each_field_is_change
     assert len(set(variants)) == len(variants)
 
 
-def test_averaged_parameters_are_compared_with_the_averaged_gradients_of_the_same_optimizer():
-    averaging = [variant for variant in build_variants(2, 1).values() if variant.averaged == "parameters"]
-    assert len(averaging) == 3
-    for variant in averaging:
-        baseline = baseline_of(variant)[1]
-        assert baseline == replace(variant, averaged="gradients")
-        settings = variant_settings(Settings(), baseline, 2)
-        # A rank that averages parameters could clip only its own gradients. AdamW without decay is Adam.
-        found = (settings.max_grad_norm, settings.weight_decay, settings.lr_scheduler_type)
-        assert found == (0.0, 0.0, "constant")
-
-
 @pytest.mark.parametrize("n", [8, 9, 99])
 def test_padded_shards_are_those_of_distributed_sampler(n):
     shards = [DistributedSampler(range(n), PADDED_RANKS, rank, shuffle=False) for rank in range(PADDED_RANKS)]
@@ -73,19 +61,6 @@ def test_the_effect_of_a_variant_is_its_mean_difference_from_the_baseline_over_s
     expected |= {"baseline_accuracy": 0.375, "accuracy": 0.75, "accuracy_difference": 0.375, "changed_rows": 2.5}
     expected |= {"final_weight_difference": 0.5}  # the largest, relative to the baseline
     assert {name: effect[name] for name in expected} == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("counted", "correct", "rows", "accuracy"),
-    [
-        ("padded shards", [1] * 9, 16, 16 / 9),  # more correct predictions than rows
-        ("rank 0 only", [1, 0, 1, 1, 1], 3, 3 / 5),
-    ],
-)
-def test_correct_rows_count_as_the_variant_does_but_are_divided_by_the_number_of_rows(counted, correct, rows, accuracy):
-    ours = outcome([0.7], correct)
-    effect = compare(ours, ours, Variant(counted=counted), ranks=2)
-    assert (effect["counted_rows"], effect["accuracy"]) == (rows, accuracy)
 
 
 def test_what_is_unknown_is_blank_in_the_table_and_null_in_the_file():

@@ -146,7 +146,9 @@ def test_a_dry_run_prints_the_plan_of_its_strategy_and_loads_and_writes_nothing(
     assert not [*tmp_path.iterdir()], "no folder is created"
 
 
-def test_the_dry_run_of_a_resumed_run_has_the_logical_ranks_of_the_run_before(world, monkeypatch, capsys):
+def test_rank_0_prints_the_dry_run_of_a_resumed_run_with_its_logical_ranks(world, monkeypatch, capsys):
     monkeypatch.setattr(report, "resolve_settings", lambda _, given, __: (replace(given, logical_ranks=4), Resume()))
+    report.print_plan("ddp_loop", Settings(**SETTINGS), replace(world, rank=1))
+    assert capsys.readouterr().out == ""
     report.print_plan("ddp_loop", Settings(**SETTINGS), world)
     assert "4 logical ranks (on 1 rank(s)) x 2 rows" in capsys.readouterr().out

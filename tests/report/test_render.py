@@ -189,13 +189,10 @@ def texts_of(plot: ElementTree.Element) -> list[str]:
     return [element.text or "" for element in plot.iter("text")]
 
 
-def test_plots_scale_and_have_the_colors_and_the_fonts_of_the_page(comparison):
+def test_plots_have_the_colors_and_the_fonts_of_the_page(comparison):
     plots = plots_of(comparison)
-    assert len(plots) == 2
     ids = []
     for plot in plots:
-        assert plot.get("width") is None, "it scales"
-        assert plot.get("viewBox", "").startswith("0 0 480 ")
         assert texts_of(plot), "text is text"
         drawn = [element.attrib for element in plot.iter() if element is not plot]  # the label may contain anything
         values = " ".join(value for attributes in drawn for value in attributes.values())
