@@ -259,7 +259,6 @@ def test_named_classes_are_in_the_model_and_in_all_predictions(world, predict, g
         (["reshaped", "a"], "it has no classifier.weight that fits its config; train it first"),
         (["t5", "好"], "needs its end-of-sequence token (id 1) at least once per text, unlike in row 0"),
         (["run", "好", "--positive_class=gut"], "--positive_class: only rows with labels have an F1"),
-        (["run/none", "a"], "--model run/none: no such folder"),
         (["run", "a", "--max_length=100000"], "accepts at most"),
         (["run", "\udcff"], "a text is not valid UTF-8"),
         (["run", "好", " "], "a text is empty"),

@@ -96,8 +96,6 @@ def saved(tmp_path) -> Path:
     return tmp_path
 
 
-# ---- several ranks: a state moves between layouts -------------------------------------------------------------------
-
 LAYOUTS: list[Layout] = [("ddp", 1), ("ddp", 2), ("zero1", 2), ("zero1", 3), ("zero2", 2)]
 LAYOUTS += [("zero3", 2), ("zero3", 4), ("zero3", 7)]  # 7 ranks are more than a parameter has rows
 # Each layout is loaded from the files of each one. At the end, one file has everything.
@@ -134,9 +132,6 @@ def test_a_state_is_the_same_after_each_pair_of_strategies_and_numbers_of_ranks(
         assert (folder / SCHEDULE).read_text() == schedule
         source = folder
     assert_close(load_file(source / SHARDS.format(rank=0, size=1)), expected, rtol=0, atol=0)
-
-
-# ---- what is not a checkpoint of this model -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [SHARDS.format(rank=0, size=1), SCHEDULE])

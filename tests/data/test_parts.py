@@ -117,9 +117,6 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
     assert "8 of 36 reviews have a quarter or more unknown tokens" in lines
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

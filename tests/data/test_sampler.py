@@ -83,17 +83,6 @@ def test_with_one_logical_rank_per_process_the_rows_are_those_of_a_plain_distrib
         assert list(sampler) == list(plain)[: n // BATCH * BATCH // ranks]
 
 
-@pytest.mark.parametrize("by_length", [False, True])
-def test_each_epoch_has_a_different_order_and_leaves_out_different_rows(by_length):
-    sampler, orders, left_out = new_sampler(np.arange(100), new_plan(100, 1), by_length=by_length), set(), set()
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        orders.add(tuple(sampler))
-        left_out.add(frozenset(range(100)).difference(sampler))
-    assert len(orders) == 4
-    assert len(left_out) > 1
-
-
 def test_grouping_by_length_avoids_most_padding_and_batches_are_in_a_random_order():
     lengths, padding = np.random.default_rng(0).integers(5, 128, size=1_000), []
     for by_length in (True, False):

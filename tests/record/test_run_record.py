@@ -25,6 +25,7 @@ def test_a_run_prints_about_20_lines_at_the_ends_of_logging_intervals(started, c
 
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------
+# tests/launched/test_faults.py has --on_save_failure stop.
 
 
 def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(started, capsys):
@@ -40,12 +41,6 @@ def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(started,
     record.save_checkpoint(5)
     assert on_disk(record) == [1, 2, 3, 4, 5]
     assert record.checkpoints.latest_valid == record.checkpoints.folder / "checkpoint-5"
-
-
-def test_a_full_disk_ends_the_run_if_that_is_requested(started):
-    record = started(on_save_failure="stop")
-    with files_up_to(0), pytest.raises(OSError, match="File too large"):
-        do_steps(record)
 
 
 @pytest.mark.parametrize(("end", "problem"), [(do_steps, "run: the run's folder is gone"), (finish, "predictions.csv")])

@@ -39,9 +39,6 @@ def test_the_speed_in_a_console_line_is_that_of_all_its_steps():
     assert console_line([line | {"seconds": 0.75}, line | {"seconds": 0.25}], 9).endswith(", 8 rows/s")
 
 
-# ---- steps that are not finite ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "loss", "norm", "message"),
     [
@@ -86,9 +83,6 @@ def test_too_many_overflows_in_a_row_have_another_cause(started, at_once):
     with pytest.raises(RunError, match=f"step {12 + MAX_SKIPPED}: .* overflowed in fp16 in {MAX_SKIPPED + 1} steps"):
         do_steps(record, grad_norm=math.inf)
     assert on_disk(record, "grad_norm") == [*[None] * 10, 1.25, *[None] * MAX_SKIPPED]
-
-
-# ---- the log ---------------------------------------------------------------------------------------------------------
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

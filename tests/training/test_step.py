@@ -44,9 +44,6 @@ def test_the_learning_rate_rises_over_a_number_or_share_of_steps_and_falls_to_ze
     assert rates == pytest.approx([*(i / steps for i in range(steps)), *falling])
 
 
-# ---- a norm that is not finite ---------------------------------------------------------------------------------------
-
-
 def train(*factors: float) -> list[list[torch.Tensor]]:
     """Train a step for each factor of the loss. Return the weights and the optimizer's state after each."""
     torch.manual_seed(0)
