@@ -168,12 +168,13 @@ class FixedTree(GradientTree):
         super()._finish()
         if self.all_reduce is None:
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], self.divisor)
-        elif not self.all_reduce.is_called:
-            raise RuntimeError(
-                "micro_batch: call the DistributedDataParallel itself: backward() exchanged no gradients"
-            )
         else:
-            self.all_reduce.is_called = False
+            exchanges, self.all_reduce.exchanges = self.all_reduce.exchanges, 0
+            if exchanges != 1:
+                raise RuntimeError(
+                    f"micro_batch: backward() exchanged gradients {exchanges} times, not once: call the "
+                    "DistributedDataParallel itself, add its losses, and do not use accelerator.accumulate()"
+                )
 
     def check_gradients(self) -> None:
         names = [name for name, p in self.wrapped.named_parameters() if p.requires_grad and p.grad is None]

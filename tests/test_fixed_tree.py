@@ -136,10 +136,12 @@ def test_mistakes_that_need_several_processes():
             FixedTree(nn.Linear(1, 1), 1)
         with pytest.raises(ValueError, match="pass the same values"):
             FixedTree(DistributedDataParallel(nn.Linear(1, 1)), 2 + 2 * world.rank, threads=1)
-        tree = FixedTree(DistributedDataParallel(nn.Linear(1, 1)), 2, threads=1)
-        context = tree.micro_batch(0, tree.logical_ranks[0])
-        with pytest.raises(RuntimeError, match="call the DistributedDataParallel itself"), context:
-            tree.wrapped.module(torch.ones(1, 1)).sum().backward()
+        for calls_of_ddp in (0, 2):  # a second exchange would add the sum of the other logical ranks once more
+            tree = FixedTree(DistributedDataParallel(nn.Linear(1, 1)), 2, threads=1)
+            context = tree.micro_batch(0, tree.logical_ranks[0])
+            models = [tree.wrapped] * calls_of_ddp or [tree.wrapped.module]
+            with pytest.raises(RuntimeError, match=f"exchanged gradients {calls_of_ddp} times"), context:
+                assert all(model(torch.ones(1, 1)).sum().backward() is None for model in models)
         model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
         model.forward = model[0].forward
         tree = FixedTree(DistributedDataParallel(model), 2, threads=1)

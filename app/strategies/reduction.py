@@ -132,7 +132,8 @@ class FixedOrderAllReduce:
         """Average the gradients of `parameters`, in the order of the lists that `TreeSum.add` gets."""
         self.index: dict[torch.Tensor, int] = {parameter: i for i, parameter in enumerate(parameters)}
         self.sums, self.world = sums, world
-        self.divisor, self.is_called = 1, False  # for app.fixed_tree: a number to divide by, besides that of the ranks
+        # For app.fixed_tree: a number to divide by, besides that of the ranks, and how many backward passes exchanged.
+        self.divisor, self.exchanges = 1, 0
         self.in_flight: list[Exchange] = []
         self.free: list[torch.Tensor] = []  # what finished exchanges have received into
         self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -143,7 +144,7 @@ class FixedOrderAllReduce:
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
-        self.is_called = True
+        self.exchanges += bucket.is_last()
         self.add_partial_sums(bucket, bucket.buffer())
         if self.world.size <= 2:
             if self.divisor > 1:
