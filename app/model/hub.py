@@ -10,13 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, errors, snapshot_download
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
@@ -26,7 +20,8 @@ from ..setting_groups import BUILT_IN, ModelSettings
 
 CONTENT = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # config, tokenizer and code
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # or the index of parts; the first kind is loaded
-UNREAD = ("*.h5", "*.msgpack", "*.ckpt*", "*.safetensors", "*model*.bin")  # weights of other formats or names
+# Weights of other formats or names.
+UNREAD = ("*.h5", "*.msgpack", "*.ckpt*", "*.safetensors", "*model*.bin", "*.gguf", "*.pt", "*.pth", "**/*.onnx")
 SECONDS = 10  # that the Hub has to answer: snapshot_download itself would wait for as long as the system does
 
 
@@ -64,19 +59,19 @@ def model_folder(settings: ModelSettings, files: Sequence[str] = CONTENT) -> str
     download = partial(snapshot_download, name, revision=revision, allow_patterns=list(files))
     try:
         if REGEX_COMMIT_HASH.match(revision or ""):
-            with suppress(LocalEntryNotFoundError):
+            with suppress(errors.LocalEntryNotFoundError):
                 return download(local_files_only=True)
         HfApi().model_info(name, revision=revision, timeout=SECONDS)  # raises if it cannot be reached
         return download()  # by the name of a branch, which the cache then knows without a connection
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise UserError(f"--revision {revision}: {name} has no such branch, tag or commit") from None
-    except (RepositoryNotFoundError, HFValidationError):
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
         places = "no such folder, and no such model on the Hub (if it is private, run `hf auth login`)"
         raise UserError(f"--model {shorten(name, 200)}: {places}, nor {', '.join(BUILT_IN)}") from None
     except Exception as problem:  # errors of the HTTP library, which differ between versions of huggingface_hub
         try:
             return download(local_files_only=True)
-        except LocalEntryNotFoundError:
+        except errors.LocalEntryNotFoundError:
             reason = getattr(problem, "strerror", None)  # such as a full disk
             reason = reason or "no such folder; the Hub cannot be reached, and the model is not in the local cache"
             raise UserError(f"--model {name}: {reason}") from None
@@ -89,6 +84,9 @@ def fetch(auto_class: Any, settings: ModelSettings, **kwargs: Any) -> Any:
         UserError: The model cannot be loaded.
     """
     folder = model_folder(settings)
+    if Path(folder, "adapter_config.json").is_file():
+        remedy = "merge it into the model with peft's merge_and_unload, and save the model"
+        raise UserError(f"--model {settings.model}: its adapter_config.json belongs to an adapter: {remedy}")
     for weights in WEIGHTS if auto_class is AutoModelForSequenceClassification else ():
         model_folder(settings, (*CONTENT, weights))
         if any(Path(folder).glob(weights)):

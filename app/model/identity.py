@@ -87,7 +87,7 @@ def match_classes(model: PreTrainedModel, trained: Sequence[str], class_names: S
         The classes that the head was trained for, if they are others and have names; None otherwise.
     """
     before, now = ([name.casefold() for name in names] for names in (trained, class_names))
-    if before == now or trained == [f"LABEL_{index}" for index in range(len(trained))]:
+    if before == now or ({*before} != {*now} and trained == [f"LABEL_{index}" for index in range(len(trained))]):
         return None
     heads = [layer for layer in model.modules() if getattr(layer, "out_features", None) == len(now)]
     if len({*before} & {*now}) < max(len(before), len(now)) or len(heads) != 1:

@@ -31,7 +31,7 @@ BIDIRECTIONAL = {
 ENCODERS = BIDIRECTIONAL | {"transformers.models.modernbert.modeling_modernbert"}
 
 
-def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> bool:
+def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_length: int) -> bool:
     """Make the tokenizer return what a model accepts, padded where it changes no logits; tell if there is such a side.
 
     An input that is not named may be rejected or misinterpreted, but code from a model's folder may pass on any inputs.
@@ -55,6 +55,11 @@ def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
     tokenizer.padding_side = "right"
     model.eval()  # as `from_pretrained` leaves it; a training step selects its mode itself
     try:
+        # Beyond this length, which the probe does not reach, two kinds of rotary embeddings have other frequencies.
+        rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+        switches_at = rope.get("original_max_position_embeddings", max_length)
+        if rope.get("rope_type") in ("dynamic", "longrope") and max_length > switches_at:
+            return False
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             alone = logits(width, "right")
             rounding = 100 * torch.finfo(torch.float32).eps * float(alone.abs().max())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +36,9 @@ from .inputs import match_tokenizer
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
 OFFSET_POSITIONS = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet", "xmod", "data2vec-text"),
-    *("roberta-prelayernorm", "ibert", "esm", "lilt", "luke", "markuplm"),
+    *("roberta-prelayernorm", "ibert", "esm", "lilt", "luke", "markuplm", "layoutlmv3"),
 }
 KINDS: Any = (None, "single_label_classification")  # the `problem_type` of a head for one of several classes
-FLASH_ATTENTION: Any = {"flash_attention_2": ("flash_attn", "flash-attn")}  # module and package
-FLASH_ATTENTION |= {"flash_attention_3": ("flash_attn_interface", "flash-attn-3")}
 CPU = torch.device("cpu")
 
 
@@ -73,7 +70,8 @@ def load_tokenizer(
     except (TypeError, ValueError):
         problem = f"model_max_length in its {TOKENIZER_CONFIG_FILE} is no number: {tokenizer.model_max_length!r}"
         raise UserError(f"--model {settings.model}: {problem}") from None
-    if tokenizer.pad_token_id is None:
+    config = fetch(AutoConfig, settings)
+    if tokenizer.pad_token_id is None and config.model_type != "funnel":  # which sets the embedding of this token to 0
         # The mask excludes it, but it must not end each text: a classifier may look for the last token before it.
         end, usual = tokenizer("0")["input_ids"][-1:], (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
         tokenizer.pad_token = next((t for t in usual if t and tokenizer.convert_tokens_to_ids(t) not in end), None)
@@ -81,7 +79,7 @@ def load_tokenizer(
         raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
     # `tokenize` keeps the inputs in this list. RoCBERT's tokenizer returns more than it lists.
     tokenizer.model_input_names = [*dict.fromkeys((*tokenizer.model_input_names, *tokenizer("0"), "attention_mask"))]
-    if train_texts is not None and fetch(AutoConfig, settings).is_encoder_decoder:
+    if train_texts is not None and config.is_encoder_decoder:
         # Such a model classifies the end of a text, and needs exactly one: "</s>" in a review is plain text.
         tokenizer.split_special_tokens = tokenizer.init_kwargs["split_special_tokens"] = True
     return tokenizer
@@ -95,7 +93,7 @@ def classifier_config(
         config = built_in_config(settings.model, len(tokenizer), tokenizer.pad_token_id)
     else:
         config = fetch(AutoConfig, settings)
-    own, pad = config.pad_token_id, tokenizer.pad_token_id
+    own, pad = getattr(config, "pad_token_id", None), tokenizer.pad_token_id
     if config.model_type in OFFSET_POSITIONS and own not in (None, pad) and is_pretrained(settings.model):
         problem = f"its config counts positions from pad_token_id {own}, but its tokenizer pads with token {pad}"
         raise UserError(f"--model {settings.model}: {problem}")
@@ -163,7 +161,7 @@ def load_classifier(
     model.accepts_loss_kwargs = False
     model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(training_dtype(settings.precision))
-    if not match_tokenizer(tokenizer, model):
+    if not match_tokenizer(tokenizer, model, settings.max_length):
         origin += "; its logits depend on how far a batch is padded"
     if tokenizer.pad_token in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token):
         origin += f"; padded with its token {tokenizer.pad_token}"
@@ -191,16 +189,18 @@ def load_trained(
         raise UserError(f"{name}: is not a classifier that predicts one of several classes")
     select_attention(config, settings, device)
     # A classifier that reads its last token looks for the last one before this token.
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
-    elif config.pad_token_id in range(len(tokenizer)):
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+    text_config = config.get_text_config()
+    if (pad := getattr(text_config, "pad_token_id", None)) is None:
+        text_config.pad_token_id = tokenizer.pad_token_id
+    elif pad in range(len(tokenizer)):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
     model, found = load_weights(settings, config)
     unused, new = unused_weights(found), check_only_head_is_new(name, model, found)
     if missing := new or sorted(found["missing_keys"]):
         remedy = f", but {unused}" if unused else "; train it first"
         raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]} that fits its config{remedy}")
-    depends = None if match_tokenizer(tokenizer, model) else "its logits depend on how far a batch is padded"
+    matches = match_tokenizer(tokenizer, model, usable_length(config, tokenizer, None))
+    depends = None if matches else "its logits depend on how far a batch is padded"
     return model.to(device).eval(), tokenizer, [depends, unused and f"unused weights: {unused}"]
 
 
@@ -224,13 +224,9 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
     if getattr(config, "attention_type", None) == "block_sparse":
         config.attention_type = "original_full"  # to which a BigBird changes for good at its first short batch
     chosen = settings.attn_implementation or getattr(config, "_attn_implementation", None)
-    module, package = FLASH_ATTENTION.get(settings.attn_implementation, (None, None))
-    if module is not None and not (find_spec(module) or find_spec("kernels")):
-        raise UserError(f"--attn_implementation {chosen}: needs the package {package}: install it, or choose sdpa")
-    if "lsh" in getattr(config, "attn_layers", ()):
-        raise UserError(
-            f"--model {settings.model}: its LSH attention draws random numbers, and depends on its first batch"
-        )
+    if config.model_type == "reformer":
+        problem = "recomputes layers with other dropout masks, and its LSH attention depends on its first batch"
+        raise UserError(f"--model {settings.model}: a Reformer {problem}")
     if config.model_type == "modernbert" and settings.precision == "fp64":
         # Its eager attention computes the softmax in fp32, in which fp64's mask of padding overflows to NaN.
         chosen = chosen or "sdpa"
@@ -280,10 +276,11 @@ def usable_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, 
     Raises:
         UserError: the model accepts fewer tokens than requested.
     """
-    limit = tokenizer.model_max_length
+    config, limit = config.get_text_config(), tokenizer.model_max_length
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if positions and positions > 0:
-        limit = int(positions) - ((config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITIONS else 0)
+        pad = 1 if config.model_type == "mpnet" else getattr(config, "pad_token_id", None) or 0
+        limit = int(positions) - (pad + 1 if config.model_type in OFFSET_POSITIONS else 0)
     if requested is not None and requested > limit:
         raise UserError(f"--max_length {requested}: the model accepts at most {limit} tokens")
     return requested or min(limit, tokenizer.model_max_length)

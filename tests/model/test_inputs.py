@@ -109,6 +109,16 @@ def test_code_from_a_models_folder_gets_the_inputs_that_it_accepts(tmp_path, mon
         assert torch.allclose(model(**batch).logits, plain(**batch).logits, atol=1e-6)
 
 
+@pytest.mark.parametrize("max_length", [40, 41])
+def test_rotary_embeddings_that_change_with_the_length_of_a_batch_are_named(tmp_path, max_length):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 40}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4} | factors
+    path, settings = write_model(tmp_path / "model", "bert"), Settings(model=f"{tmp_path}/model", max_length=max_length)
+    edit_json(path / "config.json", model_type="phi3", rope_parameters=rope, original_max_position_embeddings=40)
+    origin = load_classifier(settings, "ab", load_tokenizer(settings, [])).origin
+    assert origin.endswith("; its logits depend on how far a batch is padded") is (max_length > 40)
+
+
 class WithoutHostReads(TorchDispatchMode):
     """Refuse operations for whose result the host would wait on a GPU."""
 
