@@ -119,8 +119,7 @@ def predict(task: Task, world: World) -> None:
         RunError: the output cannot be written, or logits are not finite.
     """
     quiet_libraries(world)
-    commit = broadcast_object(partial(resolve_commit, task.settings), world)
-    settings = replace(task.settings, revision=commit)
+    settings = replace(task.settings, revision=broadcast_object(partial(resolve_commit, task.settings), world))
     with local_main_process_first(world):  # it downloads the model, and reads and tokenizes the CSV into the cache
         model, tokenizer, warnings = load_trained(settings, world.device)
         names: Any = model.config.id2label or {}
@@ -133,7 +132,9 @@ def predict(task: Task, world: World) -> None:
         rows = tokenize(with_classes, tokenizer, max_length, cache_dir=cache_dir)
         may_share = check_rows(settings.model, model.config, table, rows=rows, to_train=False)
     agree_on_tokens(rows, tokenizer, world)
-    for line in filter(None, (*warnings, describe_unknown(rows, tokenizer))) if world.is_main_process else ():
+    n_cut = int((lengths_of(rows) == max_length).sum()) if requested is None else 0
+    cut = f"{n_cut} reviews have {max_length} tokens, to which longer ones are cut" if n_cut else None
+    for line in filter(None, (*warnings, cut, describe_unknown(rows, tokenizer))) if world.is_main_process else ():
         print(f"warning: {settings.model}: {line}", file=sys.stderr)
     # The batches, and with them the logits, are those of a run's evaluation, at any number of ranks.
     eval_set = build_eval_set(
@@ -224,8 +225,7 @@ def define_task(name: str, texts: list[str], *, part: Part | None, output: str |
                 pass  # better now than after all rows are predicted
         except OSError as problem:
             raise UserError(f"--output {path}: cannot be written: {problem.strerror or problem}") from None
-    lines = None if reads_a_file else find_texts(texts)
-    return Task(settings, run, lines, part, path, given)
+    return Task(settings, run, None if reads_a_file else find_texts(texts), part, path, given)
 
 
 def find_run(folder: Path) -> Path | None:
