@@ -183,7 +183,7 @@ def test_predictions_of_a_model_folder_are_those_of_a_plain_pipeline(predict, na
     assert ("warning: " in predict.warnings) is (warning != "")
     classify = pipeline("text-classification", model=name, device="cpu")
     for row, scores in zip(rows.to_dict("records"), map(classify, texts), strict=True):
-        assert row[f"probability_{scores[0]['label']}"] == pytest.approx(scores[0]["score"], rel=1e-6)
+        assert row[f"probability_{scores[0]['label']}"] == pytest.approx(scores[0]["score"], rel=1e-5)  # fp32
 
 
 def test_rows_without_a_label_are_predicted_but_not_counted(run, predict):

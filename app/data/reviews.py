@@ -136,7 +136,9 @@ def clean(
         class_names = rename_classes(class_names, names, origin=origin)
     codes, distinct = labels.factorize()
     ids_of_names = {name: class_id for class_id, name in enumerate(class_names)} | {"": -1}
-    class_ids = [ids_of_names.get(names.get(label, label)) for label in distinct]
+    # A file may have the new names instead, unless some of them are original ones, too.
+    unknown = {*names.values()} - {*names} if {*names.values()} & {*names} else set()
+    class_ids = [None if label in unknown else ids_of_names.get(names.get(label, label)) for label in distinct]
     if None in class_ids:
         code = class_ids.index(None)
         first = int(np.argmax(codes == code))

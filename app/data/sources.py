@@ -24,10 +24,14 @@ from typing import Any
 
 import datasets
 import fsspec
+import numpy as np
 import pandas as pd
 import pooch
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from charset_normalizer.constant import FREQUENCIES
+from pandas.api.types import is_any_real_numeric_dtype
 
 from ..common.errors import UserError, list_names, shorten
 from ..common.files import check_exists
@@ -111,18 +115,20 @@ def _load_files(
         # A README.md may name the classes that a CSV or JSON has as numbers.
         features = builder.info.features or {}
         classes = {name: value for name, value in features.items() if isinstance(value, datasets.ClassLabel)}
+        if builder.name in ENCODINGS and any(name.isdecimal() for label in classes.values() for name in label.names):
+            raise ValueError("README.md names classes by numbers, which could be their positions: rename them there")
         hashes = {file: pooch.file_hash(file) for files in builder.config.data_files.values() for file in files}
         if encoding and builder.name not in ENCODINGS:
             raise ValueError("--encoding is for CSV and JSON files")
         for candidate in (encoding,) if encoding else ENCODINGS.get(builder.name, ("",)):
-            # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
-            key = hash_json([builder.name, candidate, *hashes.values()])
-            folder = Path(cache_dir or temporary, "datasets", key[:32])
             options |= {"encoding": candidate} if candidate else {}
             try:
                 if builder.name == "csv":
                     options |= _csv_options([*hashes], builder.config.pd_read_csv_kwargs | {"encoding": candidate})
                     options["features"].update(classes)
+                # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
+                key = hash_json([builder.name, *hashes.values(), str({**options, "data_files": None})])
+                folder = Path(cache_dir or temporary, "datasets", key[:32])
                 if not folder.exists():
                     _check_files(builder.name, hashes, options)
                 place = {"cache_dir": str(folder), "keep_in_memory": not cache_dir}
@@ -187,8 +193,12 @@ def _header(path: str, options: Mapping[str, Any]) -> list[str]:
 
 def _is_plausible(split: datasets.Dataset, encoding: str) -> bool:
     """Tell whether texts were written in the encoding as which they were read: many other ones are valid, too."""
-    rows: Any = split[:: max(1, len(split) // 1_000)]
-    texts = [text for column in rows.values() for text in column if isinstance(text, str)]
+    texts: list[str] = []
+    for column in split.data.columns if encoding else ():  # a sample of all rows could miss the few that matter
+        if column.type != pa.large_string():
+            continue
+        kept = column.filter(pc.or_(pc.invert(pc.string_is_ascii(column)), pc.match_substring(column, "\x1b$")))
+        texts += kept.take(np.arange(0, len(kept), max(1, len(kept) // 1_000))).to_pylist()
     others = [c for text in texts for c in text if not c.isascii()]
     letters = [c for c in others if c.isalpha() or unicodedata.category(c) == "Co"]  # for private use, as CP1252's ¡H
     is_chinese = len(letters) <= 8 * sum(c in FREQUENT for c in letters)
@@ -198,8 +208,12 @@ def _is_plausible(split: datasets.Dataset, encoding: str) -> bool:
 def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) -> None:
     """Raise an error if `datasets` would read something else than what is in the files."""
     schemas = [pq.read_schema(file) for file in files if kind == "parquet"]
-    booleans = {tuple(field.name for field in schema if field.type == "bool") for schema in schemas}  # would become 1
-    if len(booleans) > 1 or len({(schema.metadata or {}).get(b"huggingface") for schema in schemas}) > 1:
+    types = set()  # `datasets` would convert true to 1, and "007" to 7; as texts, all numbers are alike
+    for schema in schemas:
+        frame = schema.empty_table().to_pandas(ignore_metadata=True)
+        kinds = {name: "n" if is_any_real_numeric_dtype(frame[name]) else frame[name].dtype.kind for name in frame}
+        types.add(tuple(sorted(kinds.items())))
+    if len(types) > 1 or len({(schema.metadata or {}).get(b"huggingface") for schema in schemas}) > 1:
         raise ValueError("its files declare different columns, or a ClassLabel with other names or in another order")
     csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
     columns = dict.fromkeys(name.strip("\ufeff ").casefold() for name in options.get("features", ()))

@@ -41,6 +41,9 @@ MISTAKES = [
     ("rows.csv", GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1], "is not UTF-8, nor Chinese"),
     *(("rows.csv", OTHER[name].encode(name), "is not UTF-8, nor Chinese") for name in OTHER),
     ("rows.csv", "label,review\n1,¡Hola a\n0,¡Me b\n".encode("cp1252"), "is not UTF-8, nor Chinese"),
+    # Of many rows, only a few have characters that tell.
+    ("rows.csv", ("label,review\n" + "1,a\n0,b\n" * 1_500 + "1,it’s\n").encode("cp1252"), "is not UTF-8, nor Chinese"),
+    ("rows.csv", ("label,review\n" + "1,a\n0,b\n" * 1_500 + "1,部屋\n").encode("iso2022_jp"), "is not UTF-8, nor"),
     ("rows.csv", "label,review,label\n1,a,2\n0,b,3\n", "has two columns 'label'"),
     ("rows.csv", GOOD * 2 + "\ufeffLabel,review \n", "line 4, or a quote before it: repeats the header: remove it"),
     ("rows.csv", 'label,review\n1,"很好" a\n0,b\n', "line 2, or a quote before it"),

@@ -87,6 +87,9 @@ def test_a_test_split_whose_labels_are_secret_is_left_out_and_class_labels_have_
     assert table.dropped == {"no label (test file)": [*range(SIZES["test"])]}
     assert table.class_names == (tuple(names) if kind == "ClassLabel" else ("0", "1"))
     assert table.labels.tolist() == [int(label) for part in table.parts for label in FRAMES[part]["label"]]
+    frame.assign(label="007").to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(UserError, match="its files declare different columns"):
+        read(dataset_name=str(tmp_path))
     features["label"] = datasets.ClassLabel(names=names[::-1])
     datasets.Dataset.from_pandas(frame, features).to_parquet(tmp_path / "test.parquet")
     with pytest.raises(UserError, match="a ClassLabel with other names or in another order"):
@@ -104,6 +107,32 @@ def test_the_readme_of_a_data_set_names_the_classes_that_its_files_number(tmp_pa
     expected = datasets.load_dataset(str(tmp_path), cache_dir=str(tmp_path / "cache"))["train"].features["label"].names
     table = read(dataset_name=str(tmp_path))
     assert (table.class_names, table.labels.tolist()) == (tuple(expected), [1, 0])
+    readme = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(readme.replace("bad", "'1'").replace("good", "'2'"))
+    with pytest.raises(UserError, match="names classes by numbers, which could be their positions"):
+        read(dataset_name=str(tmp_path))
+
+
+def test_a_new_class_name_that_is_also_an_original_one_is_the_original_one(tmp_path):
+    (tmp_path / "train.csv").write_text("label,review\n0,a\n1,b\n2,c\n")
+    (tmp_path / "test.csv").write_text("label,review\n1,a\n2,b\n")
+    flags = {"csv": f"{tmp_path}/train.csv", "test_file": f"{tmp_path}/test.csv", "label_names": "0=1,1=2,2=3"}
+    settings = Settings(**flags)
+    table = clean(open_sources(settings), label_names=settings.label_names)
+    assert [table.class_names[i] for i in table.labels] == ["1", "2", "3", "2", "3"]
+    (tmp_path / "test.csv").write_text("label,review\n1,a\n3,b\n")
+    with pytest.raises(UserError, match="row 1: label '3' is not a class"):
+        clean(open_sources(settings), label_names=settings.label_names)
+
+
+def test_the_options_of_a_data_set_are_not_those_of_its_file(tmp_path):
+    (tmp_path / "train.csv").write_text('label,review\n1,"good" room\n0,bad\n')
+    options = "[{config_name: default, data_files: train.csv, quoting: 3}]"
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {options}\n---\n")
+    for _ in range(2):  # the second time from the cache
+        assert read(tmp_path / "cache", dataset_name=str(tmp_path)).texts.tolist() == ['"good" room', "bad"]
+        with pytest.raises(UserError, match="line 2, or a quote before it"):
+            read(tmp_path / "cache", csv=str(tmp_path / "train.csv"))
 
 
 def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, tmp_path, capsys):
