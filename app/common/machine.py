@@ -104,17 +104,17 @@ def arithmetic(device: torch.device) -> dict[str, str]:
 def describe_mixed(facts: Arithmetic) -> str | None:
     """Name the facts in which the ranks of a job differ; None if they agree."""
     mixed = [f"{name} ({', '.join(values)})" for name, values in facts.items() if len(values) > 1]
-    if not mixed:
-        return None
-    return f"the ranks differ in {', '.join(mixed)}: results depend on which rank computes which rows"
+    line = f"the ranks differ in {', '.join(mixed)}: results depend on which rank computes which rows"
+    return line if mixed else None
 
 
 def cpu_name() -> str:
-    """Return the CPU's name as Linux reports it; elsewhere, or if there is none, the machine's architecture."""
+    """Return the CPU's name and numbers as Linux reports them; if there are none, the machine's architecture."""
     with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(\S.*)", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-        if found:
-            return found[1].strip()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace")
+        facts = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(\S.*?)\s*$", lines, re.MULTILINE))
+        if "model name" in facts:  # on virtual machines, CPUs of one name may round differently
+            return ", ".join([facts.pop("model name"), *(f"{key} {facts[key]}" for key in sorted(facts))])
     return platform.machine()
 
 

@@ -18,8 +18,10 @@ from app.settings import Settings
 def test_the_cpu_has_the_name_that_linux_reports(tmp_path, monkeypatch):
     file = tmp_path / "cpuinfo"
     monkeypatch.setattr(machine, "Path", lambda _: file)
-    file.write_text("processor\t: 0\nmodel name\t: A CPU: 2 GHz\nflags\t: fpu\n")
+    file.write_text("processor\t: 0\nmodel name\t: A CPU: 2 GHz \nflags\t: fpu\n")
     assert machine.cpu_name() == "A CPU: 2 GHz"
+    file.write_text("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: A CPU\nstepping\t: 1\n" * 2)
+    assert machine.cpu_name() == "A CPU, cpu family 25, model 17"
 
 
 @pytest.mark.parametrize(
