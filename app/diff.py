@@ -62,8 +62,9 @@ def main() -> int:
     result = compare(read(a), read(b), options["rtol"])
     if (a / TENSORS).is_file() and (b / TENSORS).is_file():
         n, difference = first_difference_of_traces(a / TENSORS, b / TENSORS)
-        is_equal = result.pop("equal") and difference is None
-        result |= {"traced_tensors_in_common": n, "trace": difference or "equal", "equal": is_equal}
+        trace = difference or ("equal" if n else "no step is traced in both")
+        is_equal = result.pop("equal") and trace == "equal"
+        result |= {"traced_tensors_in_common": n, "trace": trace, "equal": is_equal}
     as_json = json.dumps(json.loads(json.dumps(result), parse_constant=str), indent=2)  # JSON has no NaN or infinity
     print(as_json if options["json"] else describe(result))
     return int(not result["equal"])
@@ -72,8 +73,8 @@ def main() -> int:
 def compare(a: Training, b: Training, rtol: float | None = None) -> dict[str, Any]:
     """Return what `--json` prints. Raise UserError if the trainings have no number in common."""
     for one, other in ((a, b), (b, a)):
-        for name in sorted(one.left_out & {*other.table["quantity"]}):
-            raise UserError(f"{one.name}: {name!r} is not always a number, as it is in {other.name}")
+        if mixed := sorted(one.left_out & {*other.table["quantity"]}):
+            raise UserError(f"{one.name}: {mixed[0]!r} is not always a number, as it is in {other.name}")
     values = compare_values(a.table, b.table, rtol)
     if values.empty:
         raise UserError(f"{a.name} and {b.name} have no quantity in common at the same step")
@@ -126,12 +127,12 @@ def ulps(x: float, y: float) -> int | None:
 
 def differing_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the entries that differ. One that only one of both has is unknown in the other, and does not count."""
-    flat_a, flat_b = (pd.json_normalize(dict(settings)).to_dict("records")[0] for settings in (a, b))
+    flat_a, flat_b = (pd.json_normalize(dict(settings)).astype(object).iloc[0].to_dict() for settings in (a, b))
     return {str(k): (x, flat_b[k]) for k, x in flat_a.items() if k not in NO_SETTINGS and flat_b.get(k, x) != x}
 
 
 def first_difference_of_traces(path_a: Path, path_b: Path) -> tuple[int, str | None]:
-    """Return how many tensors two traces have in common, and one line about the first of them that differs, if any."""
+    """Return how many tensors two traces have in common, and one line about the first that differs, if any."""
     numbers = {"logical_rank": "logical rank", "micro_batch": "micro-batch"}  # null for sums and parameters
     part, traces = ["step", *numbers, "phase"], []
     for path in (path_a, path_b):
@@ -139,15 +140,18 @@ def first_difference_of_traces(path_a: Path, path_b: Path) -> tuple[int, str | N
         trace = trace.fillna(dict.fromkeys(numbers, -1)).astype(dict.fromkeys(["step", *numbers], int))
         traces.append(trace.assign(call=trace.groupby([*part, "name"]).cumcount()))  # a module may be called again
     both = traces[0].merge(traces[1], on=[*part, "name", "call"], suffixes=("", "_b"))
-    for i in both.index[both["hash"] != both["hash_b"]][:1]:
-        x, n = both.loc[i], int((both[part][:i] == both.loc[i, part]).all(axis=1).sum())
-        where = [f"step {x['step']}", *(f"{name} {x[key]}" for key, name in numbers.items() if x[key] >= 0)]
-        phase, things = ("in the forward pass", "outputs") if x["phase"] == "forward" else ("", f"{x['phase']}s")
-        distance = ulps(x["norm"], x["norm_b"])
-        norms = "one norm is not finite" if distance is None else f"norms differ by {distance} ULP"
-        line = f"{', '.join(where)}: `{x['name']}` differs first {phase or f'among the {things}'} ({norms})"
-        return len(both), f"{line}; the {n} {things} before it are equal"
-    return len(both), None
+    different = both.index[both["hash"] != both["hash_b"]]
+    if different.empty:
+        return len(both), None
+    x = both.loc[different[0]]
+    n = int((both[part][: different[0]] == x[part]).all(axis=1).sum())
+    where = [f"step {x['step']}", *(f"{name} {x[key]}" for key, name in numbers.items() if x[key] >= 0)]
+    things = "outputs" if x["phase"] == "forward" else f"{x['phase']}s"
+    phase = "in the forward pass" if x["phase"] == "forward" else f"among the {things}"
+    distance = ulps(x["norm"], x["norm_b"])
+    norms = "a norm is not finite" if distance is None else f"norms differ by {distance} ULP"
+    line = f"{', '.join(where)}: `{x['name']}` differs first {phase} ({norms})"
+    return len(both), f"{line}; the {n} {things} before it are equal"
 
 
 def describe(result: Mapping[str, Any]) -> str:

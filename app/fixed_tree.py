@@ -180,7 +180,7 @@ class FixedTree(GradientTree):
         names = [name for name, p in self.wrapped.named_parameters() if p.requires_grad and p.grad is None]
         if names:
             raise ValueError(
-                f"{names[0].removeprefix('module.')} and {len(names) - 1} other parameter(s) have no gradient: pass "
+                f"{len(names)} parameter(s), such as {names[0].removeprefix('module.')}, have no gradient: pass "
                 "find_unused_parameters=True to DistributedDataParallel, or call requires_grad_(False) on them"
             )
 

@@ -70,18 +70,18 @@ def compare_or_record(file: Path, run: Callable[[], Any], records: bool) -> str 
 
     if not (records or file.exists()):
         return f"{file}: not recorded yet: run pytest {FLAG}"
-    recorded, here = None if records else read(file), hardware()
-    if recorded and recorded.settings.get("hardware") != here:
-        pytest.skip(f"{file.name} was recorded with {recorded.settings.get('hardware')}, and this is {here}")
-    rows = run()
+    recorded, rows = None if records else read(file), run()
     if isinstance(rows, str | os.PathLike):
         training = read(Path(rows))
     else:
         lines = (json.dumps({"step": n} | dict(row), default=lambda x: x.item()) for n, row in enumerate(rows, 1))
         training = collect("this training", map(json.loads, lines))
+    here = hardware()  # only now, because a training may set the number of threads
+    if recorded and recorded.settings.get("hardware") != here:
+        pytest.skip(f"{file.name} was recorded with {recorded.settings.get('hardware')}, and this is {here}")
     if recorded is None:
         logged = [{"step": step, quantity: value} for step, quantity, value in training.table.to_numpy()]
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, (json.dumps(line) + "\n" for line in ({"hardware": here}, *logged)))
         return None
     result = compare(recorded, training)

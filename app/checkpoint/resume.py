@@ -165,7 +165,7 @@ def find_checkpoint(
         if checkpoint.name != f"{PREFIX}{state.get('step')}":  # names decide which one is the latest
             raise UserError(f"{checkpoint}: can only be resumed as {PREFIX}<step>, under the name it was written with")
         if missing := [key for key in NEEDED if key not in state]:
-            raise UserError(f"{checkpoint / RUN_STATE}: lacks {', '.join(missing)}: somebody has edited it")
+            raise UserError(f"{checkpoint / RUN_STATE}: lacks {', '.join(missing)}: another version has written it")
         recorded = state["settings"] | {"threads": state["threads"]}
         return replace(found, checkpoint=checkpoint.absolute(), state=state, recorded=recorded)
     if requested is not None or run is not None:  # `reject_used` rejects an --output_dir that holds anything else

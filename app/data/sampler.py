@@ -102,18 +102,20 @@ def plan_batches(settings: Settings, n_train: int, world_size: int) -> BatchPlan
     may_share = logical_ranks & (logical_ranks - 1) == 0 and settings.ddp_comm_hook != "power_sgd"
     possible = [1 << i for i in range(logical_ranks.bit_length())] if may_share else [logical_ranks]
     if world_size not in possible:
+        hook = "" if settings.ddp_comm_hook == "no" else f" with --ddp_comm_hook {settings.ddp_comm_hook}"
         raise UserError(
-            f"--logical_ranks {logical_ranks} with --ddp_comm_hook {settings.ddp_comm_hook} cannot be divided among "
-            f"{world_size} rank(s): start {' or '.join(map(str, possible))} rank(s)"
+            f"--logical_ranks {logical_ranks}{hook} cannot be divided among {world_size} rank(s): start "
+            f"{' or '.join(map(str, possible))} rank(s)"
         )
     size, n_micro_batches = resolve_train_batch_size(settings, world_size), logical_ranks * accumulation
     flag = f"--train_batch_size {size}"
     if settings.per_device_train_batch_size is not None:
         flag = f"--per_device_train_batch_size {settings.per_device_train_batch_size} ({size} rows per step)"
     if size % n_micro_batches:
+        kind = f"{world_size} rank(s)" if logical_ranks == world_size else f"--logical_ranks {logical_ranks}"
         raise UserError(
-            f"{flag} cannot be divided among --logical_ranks {logical_ranks} x --gradient_accumulation_steps "
-            f"{accumulation}: must be a multiple of {n_micro_batches}"
+            f"{flag} cannot be divided among {kind} x --gradient_accumulation_steps {accumulation}: must be a multiple "
+            f"of {n_micro_batches}"
         )
     steps_per_epoch = n_train // size
     if steps_per_epoch == 0:

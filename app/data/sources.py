@@ -216,7 +216,7 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
     if len(types) > 1 or len({(schema.metadata or {}).get(b"huggingface") for schema in schemas}) > 1:
         raise ValueError("its files declare different columns, or a ClassLabel with other names or in another order")
     csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
-    columns = dict.fromkeys(name.strip("\ufeff ").casefold() for name in options.get("features", ()))
+    header: list[str] = []  # of the first file
     for file in files if kind == "csv" else ():
         with fsspec.open(file, "rt", encoding=options["encoding"], compression="infer", newline="") as stream:
             reader = csv.reader(stream, delimiter=options["sep"], quoting=options["quoting"], strict=True)
@@ -228,11 +228,11 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
                     row = [field.strip("\ufeff ").casefold() for field in row]
                     if row and row == names:
                         raise csv.Error("repeats the header: remove it")  # several files, joined with `cat`
-                    names = names or row
-                    if {*names} != {*columns} and len(files) > 1:
-                        raise csv.Error(
-                            f"has the columns {list_names(names)}, but another file {list_names([*columns])}"
-                        )
+                    if not names and row:
+                        names, header = row, header or row
+                        if {*names} != {*header}:
+                            other = list_names(header)
+                            raise csv.Error(f"has the columns {list_names(names)}, but another file {other}")
             except csv.Error as error:
                 raise ValueError(f"{Path(file).name}: line {reader.line_num}, or a quote before it: {error}") from None
 

@@ -125,6 +125,12 @@ def test_a_new_class_name_that_is_also_an_original_one_is_the_original_one(tmp_p
         clean(open_sources(settings), label_names=settings.label_names)
 
 
+def test_files_have_a_column_without_a_name_as_pandas_writes_its_index(tmp_path):
+    for part in ("train", "test"):
+        FRAMES[part].to_csv(tmp_path / f"{part}.csv")
+    assert read(dataset_name=str(tmp_path)).rows_read == SIZES["train"] + SIZES["test"]
+
+
 def test_the_options_of_a_data_set_are_not_those_of_its_file(tmp_path):
     (tmp_path / "train.csv").write_text('label,review\n1,"good" room\n0,bad\n')
     options = "[{config_name: default, data_files: train.csv, quoting: 3}]"
