@@ -25,10 +25,6 @@ from app.settings import Settings
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 
-# The models in tests are so small that further threads would only wait for each other.
-torch.set_num_threads(1)
-
-
 HANDLERS: dict[int, Any] = {}  # of pytest
 
 
@@ -54,6 +50,15 @@ def stop_requests_end_with_the_test() -> Iterator[None]:
     restore_handlers()
     yield
     restore_handlers()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Compute with one CPU thread, also after a test that resumed a run with more of them: the number affects rounding.
+
+    The models in tests are so small that further threads would only wait for each other.
+    """
+    torch.set_num_threads(1)
 
 
 def restore_handlers() -> None:
@@ -157,7 +162,7 @@ def world() -> Iterator[World]:
     with patch.dict(os.environ):  # in which a rank without torchrun leaves its number
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
-        with join(Settings(use_cpu=True, threads=torch.get_num_threads())) as world:
+        with join(Settings(use_cpu=True, threads=1)) as world:
             yield world
 
 

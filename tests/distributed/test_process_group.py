@@ -33,13 +33,12 @@ def own_process_state(monkeypatch) -> Iterator[None]:
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
     cudnn = torch.backends.cudnn
-    threads, benchmark, deterministic = torch.get_num_threads(), cudnn.benchmark, cudnn.deterministic
+    benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cuda.matmul.allow_tf32 = False
     cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
-    torch.set_num_threads(threads)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -17,12 +17,9 @@ from app.training.prepare import restore_settings
 
 @pytest.fixture(autouse=True)
 def two_threads(monkeypatch):
-    """All ranks start with 2 threads, except for one with 5. This process gets back the number that it has had."""
+    """All ranks start with 2 threads, except for one with 5."""
     monkeypatch.setattr(prepare, "all_gather_object", lambda mine, world: [5, *[mine] * world.size])
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def recorded(**changes: Any) -> dict[str, Any]:
