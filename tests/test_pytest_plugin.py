@@ -9,7 +9,11 @@ import subprocess
 import pytest
 from helpers.jobs import PROJECT
 
+from app import diff
+from app.common import machine
+
 pytest_plugins = "pytester"
+KEPT = diff, machine  # pytester forgets the modules that its runs import first
 TEST = """
 import sys
 
@@ -35,7 +39,10 @@ def test_the_path_of_a_log(trajectory, tmp_path):
 
 @pytest.fixture
 def repository(pytester, monkeypatch):
-    """A git repository with tests. Calling it runs them: `repository(*flags)` returns the status and the output."""
+    """A git repository with tests. Calling it runs them: `repository(*flags)` returns the status and the output.
+
+    They run in this process, which has imported torch, unless they are started as a user does.
+    """
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of this project, which may be installed
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     pytester.makepyfile(test_it=TEST)
@@ -44,8 +51,11 @@ def repository(pytester, monkeypatch):
     for command in (["init"], ["add", "--all"], [*author, "commit", "--message", "Tests"]):
         subprocess.run(["git", *command], check=True, stdout=subprocess.DEVNULL)
 
-    def run(*flags):
-        done = pytester.runpytest_subprocess("-p", "app.pytest_plugin", "-rs", *flags)
+    def run(*flags, as_user=False):
+        if as_user:
+            done = pytester.runpytest_subprocess("-p", "app.pytest_plugin", *flags)
+        else:
+            done = pytester.runpytest_inprocess("-p", "app.pytest_plugin", "-rs", "-k", "not heavy", *flags)
         return done.ret, done.stdout.str() + done.stderr.str()
 
     return run
@@ -58,7 +68,7 @@ def test_what_is_recorded_from_a_commit_passes_until_one_step_changes(repository
     recorded = pytester.path / "trajectories" / "sine.jsonl"
     header, *lines = map(json.loads, recorded.read_text().splitlines())
     assert [(line["step"], [*line]) for line in lines] == [(step, ["step", "loss"]) for step in range(1, 21)]
-    status, out = repository()
+    status, out = repository(as_user=True)
     assert (status, "warning" in out) == (0, False), "tensors may require gradients"
     test = pytester.path / "test_it.py"
     for old, new, expected in (

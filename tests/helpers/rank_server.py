@@ -218,7 +218,14 @@ def supervise(connection: socket.socket) -> NoReturn:
     with open(request.pop("stdout"), "wb") as stdout, open(request.pop("stderr"), "wb") as stderr:
         job = ForkedProcess(**request, stdout=stdout, stderr=stderr)
     print(os.getpid(), job.pid, file=sent, flush=True)
-    threading.Thread(target=lambda: print(job.wait(), file=sent, flush=True), daemon=True).start()
+
+    def wait() -> None:
+        print(job.wait(), file=sent, flush=True)
+        with suppress(ChildProcessError):
+            while os.wait():  # as init does: nobody else waits for what the job has left behind
+                pass
+
+    threading.Thread(target=wait, daemon=True).start()
     received.readline()  # returns when the test closes the connection, or its process has ended
     while left := running_children(os.getpid()):
         for process in left:
@@ -231,6 +238,9 @@ def serve(name: str) -> None:
     for module in IMPORTED:
         importlib.import_module(module)
     sys.modules["app.metrics.score"].load_metrics()  # imports `evaluate`
+    # torchrun names the caller in events that nobody records, for which it searches all these modules for two seconds.
+    rendezvous: Any = sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"]
+    rendezvous.get_method_name = str
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the memory that it shares with the server
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from helpers.architectures import write_model
 from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
+from helpers.marks import slow_after
 from launched.shared_jobs import JOBS, SharedRuns
 
 from app.runs.hashes import hash_results, hash_run
@@ -130,12 +131,12 @@ ONLY_PATHS = {
 SHARED_RUNS: SharedRuns = {job: {} for job in JOBS}
 SLOW_SHARED_RUNS: SharedRuns = {job: {} for job in JOBS}
 SLOW_SHARED_RUNS["one_rank"]["eight-1"] = SLOW_SHARED_RUNS["eight_ranks"]["eight-8"] = EIGHT
+FAST_CELLS = [cell for cell in CELLS if RANKS[cell.job] < 4]
 for cell in CELLS:
     for needed in [cell.reference, cell.source] if cell.resumed_from else [cell.reference]:
-        SHARED_RUNS["one_rank"][needed.name] = needed.run
+        (SHARED_RUNS if cell in FAST_CELLS else SLOW_SHARED_RUNS)["one_rank"][needed.name] = needed.run
 for cell in CELLS:
-    runs = SLOW_SHARED_RUNS if RANKS[cell.job] == 4 else SHARED_RUNS
-    runs[cell.job][cell.name] = cell.run
+    (SHARED_RUNS if cell in FAST_CELLS else SLOW_SHARED_RUNS)[cell.job][cell.name] = cell.run
 for name, (job, flags) in ONLY_PATHS.items():
     SLOW_SHARED_RUNS[job] |= {f"{name}-{path}": TrainingRun(path, [*FLAGS, *flags]) for path in FACTORS["path"]}
 
@@ -159,7 +160,7 @@ def trained(trained_by, shared_folder) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=pytest.mark.slow if RANKS[cell.job] == 4 else [], id=cell.name) for cell in CELLS],
+    [pytest.param(cell, marks=[] if cell in FAST_CELLS else pytest.mark.slow, id=cell.name) for cell in CELLS],
 )
 def test_a_run_has_the_bits_of_its_reference(trained, cell):
     folder = trained(cell.job)
@@ -178,9 +179,10 @@ def test_the_cells_cover_all_pairs_of_values():
     assert all(cell.pairs <= covered for cell in possible)
 
 
-def test_each_factor_that_may_change_bits_does(trained):
+@pytest.mark.parametrize("cells", slow_after(1, [FAST_CELLS, CELLS]), ids=["fast", "all"])
+def test_each_factor_that_may_change_bits_does(trained, cells):
     folder = trained("one_rank")
-    references = {cell.reference for cell in CELLS}
+    references = {cell.reference for cell in cells}
     assert len({hash_run(folder / cell.name) for cell in references}) == len(references)
     for cell in references:
         overflows = [step["grad_norm"] is None for step in read_steps(folder / cell.name)]
