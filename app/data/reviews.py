@@ -130,7 +130,7 @@ def clean(
         if all(map(INTEGER.fullmatch, class_names)):
             class_names.sort(key=int)
         declared = getattr(sources["train"].table.features[columns[1]], "names", ())  # of a ClassLabel, in its order
-        class_names = [_class_name(name.strip()) for name in declared] or class_names
+        class_names = [_class_name(name.strip() or str(i)) for i, name in enumerate(declared)] or class_names
         class_names = rename_classes(class_names, names, origin=origin)
     elif not {*names.values()} <= {*class_names}:  # otherwise, a run was trained with these names
         class_names = rename_classes(class_names, names, origin=origin)
@@ -179,7 +179,7 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
             return column.cast(pa.large_string())
         values = source.table[name][:]
         if isinstance(feature, ClassLabel):  # -1 is no label
-            values = [None if value in (None, -1) else feature.int2str(value) for value in values]
+            values = [None if value in (None, -1) else feature.int2str(value) or str(value) for value in values]
         # `datasets` has converted mixed values, and so changed texts such as "007".
         if isinstance(feature, Json) or not all(isinstance(value, str | int | float | None) for value in values):
             raise ValueError("has dates, lists, or texts and numbers: make all values texts that are not dates alone")
@@ -204,10 +204,7 @@ def sample_rows(rows: Indices) -> Indices:
 
 def describe_dropped(table: ReviewTable) -> list[str]:
     """Return one line per reason for dropping rows."""
-    return [
-        f"{len(rows):,} of {table.rows_read:,} rows with {reason}: {list_rows(rows)}"
-        for reason, rows in table.dropped.items()
-    ]
+    return [f"{len(rows):,} rows with {reason}: {list_rows(rows)}" for reason, rows in table.dropped.items()]
 
 
 def list_rows(rows: Sequence[int] | np.ndarray) -> str:

@@ -31,15 +31,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from charset_normalizer.constant import FREQUENCIES
-from pandas.api.types import is_any_real_numeric_dtype
 
 from ..common.errors import UserError, list_names, shorten
-from ..common.files import check_exists
+from ..common.files import cached_file, check_exists
 from ..settings import Settings
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}  # everything else is a CSV
 # Chinese text in GB18030 is hardly ever valid UTF-8, but many texts in UTF-8 are valid GB18030.
 ENCODINGS = {"csv": ("utf-8-sig", "gb18030"), "json": ("utf-8-sig",)}
+JSON_ROWS = "a JSON file has one object per line, or an array of objects"
 FREQUENT = frozenset(FREQUENCIES["Chinese"])  # about a third of the characters of Chinese texts
 
 
@@ -115,7 +115,8 @@ def _load_files(
         # A README.md may name the classes that a CSV or JSON has as numbers.
         features = builder.info.features or {}
         classes = {name: value for name, value in features.items() if isinstance(value, datasets.ClassLabel)}
-        if builder.name in ENCODINGS and any(name.isdecimal() for label in classes.values() for name in label.names):
+        numbers = [n for label in classes.values() for i, n in enumerate(label.names) if n.isdecimal() and n != str(i)]
+        if builder.name in ENCODINGS and numbers:
             raise ValueError("README.md names classes by numbers, which could be their positions: rename them there")
         hashes = {file: pooch.file_hash(file) for files in builder.config.data_files.values() for file in files}
         if encoding and builder.name not in ENCODINGS:
@@ -131,6 +132,7 @@ def _load_files(
                 folder = Path(cache_dir or temporary, "datasets", key[:32])
                 if not folder.exists():
                     _check_files(builder.name, hashes, options)
+                cached_file(folder / "checked", Path.touch)
                 place = {"cache_dir": str(folder), "keep_in_memory": not cache_dir}
                 if builder.name == "json":
                     parts = builder.config.data_files.items()
@@ -151,7 +153,8 @@ def _load_json(
 ) -> datasets.Dataset:
     """Load JSON as texts. `datasets` would infer types from pieces of the files, and so change dates, 01 and true."""
     rows = partial(_json_rows, files, encoding)
-    names = chain.from_iterable(rows())
+    if not (names := dict.fromkeys(chain.from_iterable(rows()))):
+        raise ValueError(f"has no rows ({JSON_ROWS})")
     features = datasets.Features({**dict.fromkeys(names, datasets.Value("large_string")), **classes})
     return datasets.Dataset.from_generator(rows, features, **options)
 
@@ -163,13 +166,15 @@ def _json_rows(files: list[str], encoding: str) -> Iterator[dict[str, Any]]:
         with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
             is_array = "[" in stream.read(100).partition("{")[0]
             stream.seek(0)
-            i = 0
+            place = Path(file).name
             try:
-                for row in decode(stream.read()) if is_array else map(decode, filter(str.strip, stream)):
-                    yield {name: value for name, value in dict(**row).items() if not isinstance(value, list | dict)}
-                    i += 1
-            except (json.JSONDecodeError, RecursionError, TypeError) as error:
-                raise ValueError(f"{Path(file).name}: row {i}: {error}") from None
+                for i, row in enumerate(decode(stream.read()) if is_array else filter(str.strip, stream)):
+                    place = f"{Path(file).name}: row {i}"
+                    values = dict(**(row if is_array else decode(row)))
+                    json.dumps(values, ensure_ascii=False).encode()  # raises an error for half of a surrogate pair
+                    yield {name: value for name, value in values.items() if not isinstance(value, list | dict)}
+            except (json.JSONDecodeError, UnicodeEncodeError, RecursionError, TypeError) as error:
+                raise ValueError(f"{place}: {error} ({JSON_ROWS})") from None
 
 
 def _csv_options(files: list[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -207,32 +212,31 @@ def _is_plausible(split: datasets.Dataset, encoding: str) -> bool:
 
 def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) -> None:
     """Raise an error if `datasets` would read something else than what is in the files."""
-    schemas = [pq.read_schema(file) for file in files if kind == "parquet"]
-    types = set()  # `datasets` would convert true to 1, and "007" to 7; as texts, all numbers are alike
-    for schema in schemas:
-        frame = schema.empty_table().to_pandas(ignore_metadata=True)
-        kinds = {name: "n" if is_any_real_numeric_dtype(frame[name]) else frame[name].dtype.kind for name in frame}
-        types.add(tuple(sorted(kinds.items())))
-    if len(types) > 1 or len({(schema.metadata or {}).get(b"huggingface") for schema in schemas}) > 1:
-        raise ValueError("its files declare different columns, or a ClassLabel with other names or in another order")
+    if kind == "parquet":
+        schemas = [pq.read_schema(file) for file in files]
+        pa.unify_schemas(schemas, promote_options="permissive")  # `datasets` would convert true to 1, and "007" to 7
+        if len({(frozenset(schema.names), (schema.metadata or {}).get(b"huggingface")) for schema in schemas}) > 1:
+            raise ValueError(
+                "its files declare different columns, or a ClassLabel with other names or in another order"
+            )
     csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
     header: list[str] = []  # of the first file
     for file in files if kind == "csv" else ():
         with fsspec.open(file, "rt", encoding=options["encoding"], compression="infer", newline="") as stream:
             reader = csv.reader(stream, delimiter=options["sep"], quoting=options["quoting"], strict=True)
-            names: list[str] = []
+            names: list[str] = options.get("names") or []  # of a README.md, for files without a header
             try:  # pandas may drop fields that are too many, and continue after a closing quote
                 for row in islice(reader, options["skiprows"], None):
                     if len(row) > len(names or row):
                         raise csv.Error(f"has {len(row)} fields, but the header has {len(names)}")
-                    row = [field.strip("\ufeff ").casefold() for field in row]
-                    if row and row == names:
+                    plain = [field.strip("\ufeff ").casefold() for field in row]
+                    if row and plain == names:
                         raise csv.Error("repeats the header: remove it")  # several files, joined with `cat`
-                    if not names and row:
-                        names, header = row, header or row
-                        if {*names} != {*header}:
+                    if row and not names:
+                        names, header = plain, header or row
+                        if {*row} != {*header}:
                             other = list_names(header)
-                            raise csv.Error(f"has the columns {list_names(names)}, but another file {other}")
+                            raise csv.Error(f"has the columns {list_names(row)}, but another file {other}")
             except csv.Error as error:
                 raise ValueError(f"{Path(file).name}: line {reader.line_num}, or a quote before it: {error}") from None
 
@@ -244,6 +248,8 @@ def one_line_errors(name: str) -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     try:
         yield
+    except UserError:  # of --cache_dir
+        raise
     except Exception as error:  # the errors of `datasets`, pandas, Arrow and json have no common class
         text = shorten(str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__, 200)
         has_no_rows = "corresponds to no data" in text or "at least one example" in text

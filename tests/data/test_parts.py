@@ -88,7 +88,7 @@ def test_a_test_split_whose_labels_are_secret_is_left_out_and_class_labels_have_
     assert table.class_names == (tuple(names) if kind == "ClassLabel" else ("0", "1"))
     assert table.labels.tolist() == [int(label) for part in table.parts for label in FRAMES[part]["label"]]
     frame.assign(label="007").to_parquet(tmp_path / "test.parquet")
-    with pytest.raises(UserError, match="its files declare different columns"):
+    with pytest.raises(UserError, match="Field label has incompatible types"):
         read(dataset_name=str(tmp_path))
     features["label"] = datasets.ClassLabel(names=names[::-1])
     datasets.Dataset.from_pandas(frame, features).to_parquet(tmp_path / "test.parquet")
@@ -108,6 +108,8 @@ def test_the_readme_of_a_data_set_names_the_classes_that_its_files_number(tmp_pa
     table = read(dataset_name=str(tmp_path))
     assert (table.class_names, table.labels.tolist()) == (tuple(expected), [1, 0])
     readme = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(readme.replace("bad", "''"))
+    assert read(dataset_name=str(tmp_path)).class_names == ("0", "good")
     (tmp_path / "README.md").write_text(readme.replace("bad", "'1'").replace("good", "'2'"))
     with pytest.raises(UserError, match="names classes by numbers, which could be their positions"):
         read(dataset_name=str(tmp_path))
@@ -139,6 +141,11 @@ def test_the_options_of_a_data_set_are_not_those_of_its_file(tmp_path):
         assert read(tmp_path / "cache", dataset_name=str(tmp_path)).texts.tolist() == ['"good" room', "bad"]
         with pytest.raises(UserError, match="line 2, or a quote before it"):
             read(tmp_path / "cache", csv=str(tmp_path / "train.csv"))
+    (tmp_path / "test.csv").write_text("0,c\n1,d\n1,d\n0,c\n")  # repeats rows, and no header
+    (tmp_path / "train.csv").write_text("1,a\n0,b\n1,a\n")
+    options = "[{config_name: default, data_files: '*.csv', names: [label, review]}]"
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {options}\n---\n")
+    assert read(dataset_name=str(tmp_path)).texts.tolist() == [*"cddcaba"]
 
 
 def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, tmp_path, capsys):
@@ -158,13 +165,19 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
         ("{folder}/no_train", "no split train"),
         ("{folder}/no_train/config", "'config'"),
         ("{folder}/too_many_fields", "line 10"),
-        ("{folder}/booleans", "its files declare different columns"),
+        ("{folder}/booleans", "Unable to merge: Field label has incompatible types: int64 vs bool"),
+        (
+            "{folder}/other_case",
+            "train-2.csv: line 1, or a quote before it: has the columns 'Label', 'review', but another",
+        ),
         ("/missing/folder/of/data", "/missing/folder/of"),
         ("x" * 300, ""),
     ],
 )
 def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path, name, message):
     write(tmp_path / "no_train", "test")
+    FRAMES["train"].to_csv(write(tmp_path / "other_case") / "train-1.csv", index=False)
+    FRAMES["train"].rename(columns={"label": "Label"}).to_csv(tmp_path / "other_case" / "train-2.csv", index=False)
     (tmp_path / "booleans").mkdir()
     for part, labels in (("train-1", [0, 1]), ("train-2", [False, True])):  # `datasets` would read 0, 1, 0, 1
         pd.DataFrame({"label": labels, "review": ["a", "b"]}).to_parquet(tmp_path / "booleans" / f"{part}.parquet")

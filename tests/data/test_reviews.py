@@ -280,3 +280,5 @@ def test_cached_reviews_are_mapped_not_copied(review_csv, tmp_path):
     assert (len(table), table.dropped) == (2_000, {"no review": [0]})
     assert table.texts_of(np.arange(0, 2_000, 100)).tolist() == table.texts.tolist()[::100]
     assert pa.total_allocated_bytes() - before < len("".join(table.texts)) / 2
+    with pytest.raises(UserError, match=f"--cache_dir {path}/datasets/.*: cannot be written: Not a directory"):
+        read_reviews(path, cache_dir=path)
