@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+import warnings
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from .data.sampler import BatchPlan, FullBatchSampler
+from .data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from .distributed.collectives import all_gather_single
 from .distributed.environment import default_threads
-from .distributed.world import Topology, World
+from .distributed.world import RankGroup
 from .model.dropout import seed_generators
+from .settings import Settings
 from .strategies.base import GradientTree
 from .strategies.reduction import FixedOrderAllReduce, TreeSum, sum_pairwise
 
@@ -41,17 +42,12 @@ def plan_of(logical_ranks: int, batch_size: int, n_rows: int) -> tuple[BatchPlan
     if (expected := int(os.environ.get("WORLD_SIZE", size))) != size:
         raise RuntimeError(f"WORLD_SIZE is {expected}: call torch.distributed.init_process_group first")
     if logical_ranks < 1 or logical_ranks & (logical_ranks - 1) or logical_ranks % size:
-        raise ValueError(
-            f"logical_ranks={logical_ranks} with {size} process(es): pass a power of two, such as 8, and start as many "
-            "processes, or a half, a quarter, … of them"
-        )
+        problem = "pass a power of two, such as 8, and start that many processes or a half, a quarter, … of them"
+        raise ValueError(f"logical_ranks={logical_ranks} with {size} process(es): {problem}")
     if batch_size % logical_ranks or not 0 < batch_size <= n_rows:
-        raise ValueError(
-            f"batch_size={batch_size}: pass the rows of a step on all processes together, a multiple of logical_ranks="
-            f"{logical_ranks} and at most the {n_rows} rows of the dataset"
-        )
-    steps = n_rows // batch_size
-    return BatchPlan(batch_size, size, logical_ranks, batch_size // logical_ranks, 1, steps, steps, 1), rank
+        problem = f"a multiple of logical_ranks={logical_ranks} and at most the {n_rows} rows of the dataset"
+        raise ValueError(f"batch_size={batch_size}: pass the rows of a step on all processes together, {problem}")
+    return plan_batches(Settings(train_batch_size=batch_size, logical_ranks=logical_ranks), n_rows, size), rank
 
 
 class FixedTreeSampler(FullBatchSampler):
@@ -102,9 +98,11 @@ class FixedTree(GradientTree):
         super().__init__(model, plan, allow_unused=getattr(model, "find_unused_parameters", True))
         self.logical_ranks, self.device = plan.logical_ranks_of(rank), self.parameters[0].device  # of this process
         self.step, self.done = -1, len(self.logical_ranks)  # the last step, and how many of its micro-batches are done
-        # Such as BatchNorm's statistics. Each logical rank updates those of the step before.
+        # Such as BatchNorm's statistics. Each logical rank updates those of the step before. Integers are not averaged.
         self.buffers, self.buffer_sums = list(model.buffers()), TreeSum()
-        self.buffers_before: list[torch.Tensor] = []
+        self.averaged = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        self.buffers_before, self.after_step = list[torch.Tensor](), list[torch.Tensor]()
+        self.versions: list[int] = []  # of all buffers after the step: how often PyTorch wrote to them
         if threads or self.device.type == "cpu":
             torch.set_num_threads(threads or default_threads(logical_ranks))
         self.divisor = plan.logical_ranks_per_rank if divides else 1
@@ -115,9 +113,8 @@ class FixedTree(GradientTree):
             dist.all_gather_object(given, {"logical_ranks": logical_ranks, "threads": torch.get_num_threads()})
             if any(values != given[0] for values in given):
                 raise ValueError(f"FixedTree: the processes have {given}: pass the same values to all of them")
-            limit, topology = timedelta(minutes=30), Topology(plan.ranks, inside=plan.ranks)
-            world = World(rank, plan.ranks, rank, plan.ranks, self.device, HashStore(), limit, topology)
-            all_reduce = FixedOrderAllReduce(self.parameters, self.sums, world)
+            levels = [RankGroup(None, plan.ranks, rank)]  # all processes at once, also those of several nodes
+            all_reduce = FixedOrderAllReduce(self.parameters, self.sums, levels=levels, device=self.device)
             all_reduce.divisor = self.divisor
             self.register(all_reduce)
             # Released after DDP's reducer, which would wait for gloo's threads without releasing the GIL: a deadlock.
@@ -133,16 +130,16 @@ class FixedTree(GradientTree):
         """
         number = self.done % len(self.logical_ranks)
         if logical_rank != self.logical_ranks[number] or (step == self.step) != (number > 0):
-            due = f"of step {self.step}" if number else "of another step"
-            raise ValueError(
-                f"micro_batch(step={step}, logical_rank={logical_rank}): logical rank {self.logical_ranks[number]} "
-                f"{due} is next: count steps over all epochs, and in each one loop over tree.logical_ranks"
-            )
+            due = f"logical rank {self.logical_ranks[number]} of {f'step {self.step}' if number else 'another step'}"
+            problem = f"{due} is next: count steps over all epochs, and in each one loop over tree.logical_ranks"
+            raise ValueError(f"micro_batch(step={step}, logical_rank={logical_rank}): {problem}")
         if number == 0:
-            self.step = step
-            for parameter in self.parameters:  # otherwise backward() would add to the gradients of the step before
-                parameter.grad = None
-            self.buffers_before = [buffer.clone() for buffer in self.buffers]
+            accelerate = sys.modules.get("accelerate.state")
+            if accelerate and accelerate.GradientState().num_steps != 1:  # the same object for all Accelerators
+                raise ValueError("micro_batch: accelerator.backward() would divide: remove gradient_accumulation_steps")
+            self.wrapped.zero_grad()  # otherwise backward() would add to the gradients of the step before
+            self._check_buffers()
+            self.step, self.buffers_before = step, [buffer.clone() for buffer in self.buffers]
         for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
             buffer.copy_(before)
         with ExitStack() as stack:  # outside of it, nothing must follow from these seeds
@@ -155,7 +152,8 @@ class FixedTree(GradientTree):
             yield
             if all(parameter.grad is None for parameter in self.parameters):
                 raise RuntimeError("micro_batch: call backward() inside it, also on the loss of the last logical rank")
-        self._add_buffers(is_last=number + 1 == len(self.logical_ranks))
+        if self.averaged:
+            self._add_buffers(is_last=number + 1 == len(self.logical_ranks))
         self.done = number + 1
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -171,10 +169,8 @@ class FixedTree(GradientTree):
         else:
             exchanges, self.all_reduce.exchanges = self.all_reduce.exchanges, 0
             if exchanges != 1:
-                raise RuntimeError(
-                    f"micro_batch: backward() exchanged gradients {exchanges} times, not once: call the "
-                    "DistributedDataParallel itself, add its losses, and do not use accelerator.accumulate()"
-                )
+                problem = "not once: call the DistributedDataParallel itself (elsewhere in no_grad()), and add its losses"
+                raise RuntimeError(f"micro_batch: backward() exchanged gradients {exchanges} times, {problem}")
 
     def check_gradients(self) -> None:
         names = [name for name, p in self.wrapped.named_parameters() if p.requires_grad and p.grad is None]
@@ -186,9 +182,7 @@ class FixedTree(GradientTree):
 
     def _add_buffers(self, is_last: bool) -> None:
         """Make each floating-point buffer the mean over the logical ranks; DDP would keep that of rank 0."""
-        averaged = [buffer for buffer in self.buffers if buffer.is_floating_point()]  # others are counters or masks
-        if not averaged:
-            return
+        averaged = [*self.averaged.values()]
         # Divided before they are added: a constant such as torch.finfo(torch.float32).min must stay the same.
         total = torch.cat([buffer.flatten() for buffer in averaged]).div_(self.plan.logical_ranks)
         if not is_last:
@@ -201,6 +195,15 @@ class FixedTree(GradientTree):
             total = sum_pairwise(sums)
         means = total.split([buffer.numel() for buffer in averaged])
         torch._foreach_copy_(averaged, [mean.view_as(buffer) for buffer, mean in zip(averaged, means, strict=True)])
+        self.after_step, self.versions = [x.clone() for x in averaged], [x._version for x in self.buffers]
+
+    def _check_buffers(self) -> None:
+        # BatchNorm increases the version of its counter only. To compare values, the host has to wait for a GPU.
+        if self.after_step and self.versions != [buffer._version for buffer in self.buffers]:
+            pairs = zip(self.averaged.items(), self.after_step, strict=True)
+            if changed := [name for (name, now), then in pairs if not torch.equal(now, then)]:
+                problem = "after a forward pass in train() mode, weights depend on the number of processes: use eval()"
+                warnings.warn(f"FixedTree: {changed[0]} was changed outside of micro_batch: {problem}", stacklevel=4)
 
 
 class FixedTreeTrainerMixin(TrainerBase):
@@ -217,14 +220,12 @@ class FixedTreeTrainerMixin(TrainerBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         n = plan_of(self.logical_ranks, self.logical_ranks, self.logical_ranks)[0].logical_ranks_per_rank
-        if self.args.gradient_accumulation_steps not in (1, n) or self.args.n_gpu > 1:
-            raise ValueError(
-                "FixedTreeTrainerMixin: for larger batches, raise logical_ranks; for several GPUs, start with torchrun"
-            )
-        if self.args.fp16 or not self.args.average_tokens_across_devices:
-            problem = "with fp16 (use bf16), or without average_tokens_across_devices, results depend on the processes"
-            raise ValueError(f"FixedTreeTrainerMixin: {problem}")
-        self.args.gradient_accumulation_steps = n
+        own = self.args
+        accumulates = own.gradient_accumulation_steps not in (1, n)
+        if accumulates or own.n_gpu > 1 or own.fp16 or not own.average_tokens_across_devices:
+            problem = "raise logical_ranks, not gradient_accumulation_steps; start several GPUs with torchrun; use bf16"
+            raise ValueError(f"FixedTreeTrainerMixin: {problem}, not fp16; keep average_tokens_across_devices=True")
+        own.gradient_accumulation_steps = n
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return Trainer's loader with a `FixedTreeSampler`: accelerate would divide the rows by processes."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import GradientState
 from strategies.ranks import on_ranks
 from strategies.test_accumulation import add_neighbors
 from torch import nn
@@ -75,6 +77,29 @@ def test_gradients_and_statistics_are_the_means_over_the_logical_ranks(ranks):
     assert all(map(torch.equal, step_of(plain, inputs), expected))
 
 
+def test_a_warning_names_statistics_that_have_changed_outside_of_the_tree():
+    copies, inputs = [Model(), Model()], torch.randn(V, 8, 6)
+
+    def work(world: Any) -> None:
+        tree = FixedTree(DistributedDataParallel(copies[world.rank]), V, threads=1)
+        step_of(tree, inputs)
+        before = copy.deepcopy(tree.wrapped.state_dict())
+        tree.wrapped.module(inputs[0])
+        tree.wrapped.load_state_dict(before)  # as after an evaluation of other weights
+        with torch.no_grad():
+            tree.wrapped.eval()(inputs[0])  # DDP writes rank 0's buffers to all ranks
+        step_of(tree, inputs, 1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_ranks(work, 2)
+    tree = FixedTree(copies[0].train(), V, threads=1)
+    step_of(tree, inputs)
+    tree.wrapped(inputs[0])
+    with pytest.warns(UserWarning, match=r"^FixedTree: layers\.1\.running_mean was changed .* use eval\(\)$"):
+        step_of(tree, inputs, 1)
+
+
 def test_random_numbers_follow_from_step_and_logical_rank_only():
     def draw() -> tuple[float, ...]:
         return torch.rand(()).item(), np.random.rand(), random.random()
@@ -97,7 +122,7 @@ def enter(tree: FixedTree, step: int, logical_rank: int) -> None:
         tree.wrapped(torch.ones(1, 1)).sum().backward()
 
 
-def test_a_mistake_in_the_loop_names_what_to_do():
+def test_a_mistake_in_the_loop_names_what_to_do(monkeypatch):
     tree = FixedTree(nn.Linear(1, 1), V, threads=1)
     with pytest.raises(ValueError, match="logical rank 0 of another step is next"):
         enter(tree, 0, 1)
@@ -112,6 +137,9 @@ def test_a_mistake_in_the_loop_names_what_to_do():
     enter(tree, 0, 1)
     with pytest.raises(ValueError, match="logical rank 0 of another step is next"):
         enter(tree, 0, 0)
+    monkeypatch.setitem(GradientState().plugin_kwargs, "num_steps", 2)  # what Accelerator does with it
+    with pytest.raises(ValueError, match="remove gradient_accumulation_steps"):
+        enter(tree, 1, 0)
 
 
 @pytest.mark.parametrize(

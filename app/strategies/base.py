@@ -129,7 +129,7 @@ class GradientTree:
 
     def _finish(self) -> None:
         """End a step: all its micro-batches are done."""
-        if not isinstance(self.wrapped, DistributedDataParallel):  # whose hook has added the partial sums
+        if not isinstance(self.wrapped, DistributedDataParallel):  # DDP's hook has added the partial sums already
             self._add_partial_sums()
         # DDP itself raises only in the next forward pass, after a step with gradients that were not averaged.
         if not self.allow_unused and not self.is_checked:

@@ -36,7 +36,7 @@ class RoundedAllReduce(FixedOrderAllReduce):
         self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, *, world: World, dtype: torch.dtype, factor: int
     ) -> None:
         """Round to `dtype` (fp16 or bf16). `factor` is the `loss_factor` of the run."""
-        super().__init__(parameters, sums, world)
+        super().__init__(parameters, sums, levels=world.levels, device=world.device)
         self.dtype, self.factor = dtype, factor
 
     def compress(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class RoundedAllReduce(FixedOrderAllReduce):
         It is divided before it is rounded, to avoid an overflow of the sum. The loss has been divided by the number of
         this process's logical ranks, so the quotient does not depend on the number of processes.
         """
-        return gradient.div_(self.world.size * self.factor).to(self.dtype)
+        return gradient.div_(self.size * self.factor).to(self.dtype)
 
     def add(self, leaf: Gradients) -> None:
         self.sums.add([self.compress(gradient) for gradient in leaf])
@@ -55,7 +55,7 @@ class RoundedAllReduce(FixedOrderAllReduce):
         compressed = self.compress(buffer)
         self.add_partial_sums(bucket, compressed)
         total: torch.futures.Future[Any]
-        if self.world.size <= 2:
+        if self.size <= 2:
             total = dist.all_reduce(compressed, async_op=True).get_future()
         else:
             if self.stream is not None:

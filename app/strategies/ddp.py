@@ -63,7 +63,8 @@ class DDPStrategy:
 
     def fix_order(self) -> None:
         """Add gradients in the order of the tree. Measurements of DDP's own all-reduce override this."""
-        self.tree.register(FixedOrderAllReduce(self.tree.parameters, self.tree.sums, self.world))
+        levels, device = self.world.levels, self.world.device
+        self.tree.register(FixedOrderAllReduce(self.tree.parameters, self.tree.sums, levels=levels, device=device))
 
     def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, **options)

@@ -9,6 +9,7 @@ results along the rest of the same tree (`sum_pairwise`). The idea is EasyScale'
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ..distributed.collectives import all_gather_in_place, all_gather_single
-from ..distributed.world import RankGroup, World
+from ..distributed.world import RankGroup
 
 Gradients = list[torch.Tensor]
+Levels = Sequence[RankGroup]  # of `World.levels`
 DONE = object()  # what is left of an exchange whose collectives are done
 
 
@@ -66,14 +68,13 @@ def sum_pairwise(parts: torch.Tensor) -> torch.Tensor:
     return parts[0]
 
 
-def reduce_scatter_pairwise(chunks: torch.Tensor, levels: Sequence[RankGroup]) -> torch.Tensor:
+def reduce_scatter_pairwise(chunks: torch.Tensor, levels: Levels) -> torch.Tensor:
     """Sum row r of every rank's `chunks` on rank r, in the order of the tree. Overwrites `chunks`. Collective.
 
     Sends the same number of bytes as a ring reduce-scatter, but all of them directly to a rank that adds them.
 
     Args:
         chunks: shape (number of ranks, n). The result has the shape (n,).
-        levels: `World.levels`.
     """
     if len(levels) == 1:
         part, received = chunks.view(-1), torch.empty_like(chunks).view(-1)
@@ -128,15 +129,17 @@ class FixedOrderAllReduce:
     next ones.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, world: World) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], sums: TreeSum, *, levels: Levels, device: torch.device
+    ) -> None:
         """Average the gradients of `parameters`, in the order of the lists that `TreeSum.add` gets."""
         self.index: dict[torch.Tensor, int] = {parameter: i for i, parameter in enumerate(parameters)}
-        self.sums, self.world = sums, world
+        self.sums, self.levels, self.size = sums, levels, prod(level.size for level in levels)
         # For app.fixed_tree: a number to divide by, besides that of the ranks, and how many backward passes exchanged.
         self.divisor, self.exchanges = 1, 0
         self.in_flight: list[Exchange] = []
         self.free: list[torch.Tensor] = []  # what finished exchanges have received into
-        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def add(self, leaf: Gradients) -> None:
         """Add the gradients of one of this process's logical ranks other than the last one."""
@@ -146,11 +149,11 @@ class FixedOrderAllReduce:
         """Start to average a bucket. DDP calls this in the backward pass, for the same buckets on every rank."""
         self.exchanges += bucket.is_last()
         self.add_partial_sums(bucket, bucket.buffer())
-        if self.world.size <= 2:
+        if self.size <= 2:
             if self.divisor > 1:
                 bucket.buffer().div_(self.divisor)
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default process group
-        return self.exchange(bucket.buffer(), bucket.is_last(), divisor=self.world.size * self.divisor)
+        return self.exchange(bucket.buffer(), bucket.is_last(), divisor=self.size * self.divisor)
 
     def add_partial_sums(self, bucket: GradBucket, gradients: torch.Tensor) -> None:
         if self.sums.partial_sums:
@@ -162,20 +165,19 @@ class FixedOrderAllReduce:
 
         `is_last` marks the last buffer of the backward pass.
         """
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[self.world.device] if self.stream is not None else []
-        )
+        devices: list[int | str | torch.device] = [] if self.stream is None else [buffer.device]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         if self.stream is not None:  # on a stream of its own: neither the host nor the backward pass waits
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                for _ in sum_over_ranks(buffer, torch.empty_like(buffer), world=self.world, divisor=divisor):
+                for _ in sum_over_ranks(buffer, torch.empty_like(buffer), levels=self.levels, divisor=divisor):
                     pass
                 future.set_result(buffer)
             return future
         # gloo runs collectives in the order in which they are started, which has to be the same on every rank. So an
         # exchange makes progress here, when the next ones start, rather than in a callback.
         received = self._receive_buffer(buffer)
-        collectives = sum_over_ranks(buffer, received, world=self.world, divisor=divisor)
+        collectives = sum_over_ranks(buffer, received, levels=self.levels, divisor=divisor)
         next(collectives, None)
         self._advance()
         self.in_flight.append(Exchange(collectives, buffer, received, future))
@@ -208,7 +210,7 @@ class Exchange(NamedTuple):
     future: torch.futures.Future[torch.Tensor]
 
 
-def sum_over_ranks(buffer: torch.Tensor, received: torch.Tensor, *, world: World, divisor: int) -> Iterator[None]:
+def sum_over_ranks(buffer: torch.Tensor, received: torch.Tensor, *, levels: Levels, divisor: int) -> Iterator[None]:
     """Sum a buffer over the ranks and divide it, in place: an all-to-all and the tree in each level, then back.
 
     The buffer is divided into one chunk for each rank of the first level, which adds it, and in the second level the
@@ -221,11 +223,11 @@ def sum_over_ranks(buffer: torch.Tensor, received: torch.Tensor, *, world: World
     Yields:
         When a collective has been started whose result the next one needs. On GPUs the host waits for none of them.
     """
-    async_op = not buffer.is_cuda
-    divided = len(buffer) // world.size * world.size
+    async_op, size = not buffer.is_cuda, prod(level.size for level in levels)
+    divided = len(buffer) // size * size
     part = own_chunk = buffer[:divided]
     rest, received = buffer[divided:], received[:divided]
-    rests = buffer.new_empty(world.size, len(rest))
+    rests = buffer.new_empty(size, len(rest))
     work: list[dist.Work | None] = []
 
     def wait() -> None:
@@ -237,7 +239,7 @@ def sum_over_ranks(buffer: torch.Tensor, received: torch.Tensor, *, world: World
     if len(rest):
         work.append(all_gather_single(rests.view(-1), rest, async_op=async_op))
     gathered = []
-    for level in world.levels if divided else ():
+    for level in levels if divided else ():
         rows = rows_for(received, level)
         work.append(dist.all_to_all_single(rows, rows_for(part, level), group=level.group, async_op=async_op))
         yield

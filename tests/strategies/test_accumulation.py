@@ -197,7 +197,7 @@ def test_the_gradients_of_a_transposed_parameter_are_added_element_by_element(ho
 @pytest.mark.parametrize(("inside", "most"), [(4, 3), (2, 5)])
 def test_as_many_buckets_are_received_at_the_same_time_as_the_plan_assumes(inside, most):
     def work(world: World) -> int:
-        hook = FixedOrderAllReduce([], TreeSum(), world)
+        hook = FixedOrderAllReduce([], TreeSum(), levels=world.levels, device=world.device)
         for number in range(10):
             hook.exchange(torch.ones(8), is_last=number == 9, divisor=4)
         return len({buffer.data_ptr() for buffer in hook.free})
