@@ -35,16 +35,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from .common.errors import UserError, escape_control_characters, shorten
+from .equality import compare_values, differing_entries, ulps
 from .runs.reader import read_object
 from .runs.schema import EVALUATIONS, SETTINGS, STEPS, TENSORS
 
 STATE = "trainer_state.json"
 SETTINGS_OF_STATE = "train_batch_size", "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps"
-NO_SETTINGS = {"command", "date", "launchers", "output_dir"}  # they differ between any two runs
 TIMES = "seconds|time|timestamp|elapsed|duration|throughput|t?flops|mfu|tps|mem|memory"
 TIME = re.compile(rf"per_sec|runtime|(?<![a-z])({TIMES})(?![a-z])", re.IGNORECASE)
 
@@ -79,7 +78,7 @@ def compare(a: Training, b: Training, rtol: float | None = None) -> dict[str, An
     if values.empty:
         raise UserError(f"{a.name} and {b.name} have no quantity in common at the same step")
     delta = (values["A"] - values["B"]).abs()
-    values["delta"] = delta.mask(delta.isna() & ~values["equal"], np.inf).fillna(0.0)  # NaN and a number
+    values["delta"] = delta.mask(delta.isna() & ~values["equal"], float("inf")).fillna(0.0)  # NaN and a number
     different = values[~values["equal"]]
     tables = {"in_A": a.table, "in_B": b.table, "common": values, "different": different}
     counts: Any = pd.DataFrame({name: table["quantity"].value_counts() for name, table in tables.items()})
@@ -101,54 +100,25 @@ def compare(a: Training, b: Training, rtol: float | None = None) -> dict[str, An
     }
 
 
-def compare_values(a: pd.DataFrame, b: pd.DataFrame, rtol: float | None = None) -> pd.DataFrame:
-    """Return the common values of two tables as A and B, by step and in a's order, and whether they are `equal`.
-
-    Numbers are equal if their bits are, if both are NaN, or if they differ by at most rtol times that of a.
-    """
-    both = a.rename(columns={"value": "A"}).merge(b.rename(columns={"value": "B"}), on=["step", "quantity"])
-    both["equal"] = both["A"].map(repr) == both["B"].map(repr)  # 0.0 == -0.0, and NaN != NaN, unlike these texts
-    if rtol:
-        both["equal"] |= np.isclose(both["B"], both["A"], rtol=rtol, atol=0.0)
-    return both.sort_values("step", kind="stable", ignore_index=True)
-
-
-def ulps(x: float, y: float) -> int | None:
-    """Return how many fp32 numbers it is from one fp32 number to another, or else fp64 numbers; None if not finite."""
-    fp64 = np.array([x, y], dtype=np.float64)
-    if not np.isfinite(fp64).all():
-        return None
-    with np.errstate(over="ignore"):
-        fp32 = fp64.astype(np.float32)
-    # The bits of a positive number are its place among them. Python's integers do not overflow, as numpy's would.
-    bits: list[int] = (abs(fp32).view(np.int32) if (fp32 == fp64).all() else abs(fp64).view(np.int64)).tolist()
-    return abs(bits[0] - bits[1]) if (x < 0) == (y < 0) else sum(bits)
-
-
-def differing_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the entries that differ. One that only one of both has is unknown in the other, and does not count."""
-    flat_a, flat_b = (pd.json_normalize(dict(settings)).astype(object).iloc[0].to_dict() for settings in (a, b))
-    return {str(k): (x, flat_b[k]) for k, x in flat_a.items() if k not in NO_SETTINGS and flat_b.get(k, x) != x}
-
-
 def first_difference_of_traces(path_a: Path, path_b: Path) -> tuple[int, str | None]:
     """Return how many tensors two traces have in common, and one line about the first that differs, if any."""
     numbers = {"logical_rank": "logical rank", "micro_batch": "micro-batch"}  # null for sums and parameters
     part, traces = ["step", *numbers, "phase"], []
-    for path in (path_a, path_b):
+    for path, norm in ((path_a, "norm_a"), (path_b, "norm_b")):
         trace = pd.DataFrame(read_lines(path), columns=[*part, "name", "hash", "norm"])
         trace = trace.fillna(dict.fromkeys(numbers, -1)).astype(dict.fromkeys(["step", *numbers], int))
-        traces.append(trace.assign(call=trace.groupby([*part, "name"]).cumcount()))  # a module may be called again
-    both = traces[0].merge(traces[1], on=[*part, "name", "call"], suffixes=("", "_b"))
-    different = both.index[both["hash"] != both["hash_b"]]
-    if different.empty:
+        call = trace.groupby([*part, "name"]).cumcount()  # a module may be called again
+        traces.append(trace.assign(call=call).rename(columns={"hash": "value", "norm": norm}))
+    both = compare_values(traces[0], traces[1])
+    if both["equal"].all():
         return len(both), None
-    x = both.loc[different[0]]
-    n = int((both[part][: different[0]] == x[part]).all(axis=1).sum())
+    first = int(both["equal"].argmin())
+    x: Any = both.loc[first]
+    n = int((both[part][:first] == x[part]).all(axis=1).sum())
     where = [f"step {x['step']}", *(f"{name} {x[key]}" for key, name in numbers.items() if x[key] >= 0)]
     things = "outputs" if x["phase"] == "forward" else f"{x['phase']}s"
     phase = "in the forward pass" if x["phase"] == "forward" else f"among the {things}"
-    distance = ulps(x["norm"], x["norm_b"])
+    distance = ulps(x["norm_a"], x["norm_b"])
     norms = "a norm is not finite" if distance is None else f"norms differ by {distance} ULP"
     line = f"{', '.join(where)}: `{x['name']}` differs first {phase} ({norms})"
     return len(both), f"{line}; the {n} {things} before it are equal"

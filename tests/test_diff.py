@@ -16,7 +16,8 @@ from helpers.run_folders import write_run
 from torch.utils.tensorboard import SummaryWriter
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from app.diff import first_difference_of_traces, main, ulps
+from app.diff import first_difference_of_traces, main
+from app.equality import ulps
 from app.program import run_program
 
 

@@ -19,6 +19,7 @@ LAYERS = (
     {"ddp_loop", "trainer_run", "minimal"},  # below bench, which times ddp_loop.train_step
     {"report", "plan"},
     {"diff"},
+    {"equality"},
     {"trainer"},
     {"record"},
     {"training", "profiling", "fixed_tree"},

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..common.errors import UserError
-from ..diff import compare_values
+from ..equality import compare_values
 from ..metrics.score import name_f1
 from ..runs.reader import Run
 from ..runs.schema import MODEL, MODEL_FOLDER, probability_column

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checkpoint.resume import BEST_WEIGHTS, OUTPUT, WITHOUT_EFFECT
 from ..common.errors import shorten
-from ..diff import differing_entries
+from ..equality import differing_entries
 from ..model import identity
 from ..runs.reader import Run
 

@@ -1,0 +1,42 @@
+"""Which values of two tables or settings are equal in every bit. `app.diff` and `app.report` ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+NO_SETTINGS = {"command", "date", "launchers", "output_dir"}  # they differ between any two runs
+
+
+def compare_values(a: pd.DataFrame, b: pd.DataFrame, rtol: float | None = None) -> pd.DataFrame:
+    """Return the values at the same places of two tables as A and B, by step and in a's order, and which are `equal`.
+
+    A place is all other columns that both have. Numbers are equal if their bits are, if both are NaN, or if they differ
+    by at most rtol times that of a.
+    """
+    both = a.rename(columns={"value": "A"}).merge(b.rename(columns={"value": "B"}))
+    both["equal"] = both["A"].map(repr) == both["B"].map(repr)  # 0.0 == -0.0, and NaN != NaN, unlike these texts
+    if rtol:
+        both["equal"] |= np.isclose(both["B"], both["A"], rtol=rtol, atol=0.0)
+    return both.sort_values("step", kind="stable", ignore_index=True)
+
+
+def ulps(x: float, y: float) -> int | None:
+    """Return how many fp32 numbers it is from one fp32 number to another, or else fp64 numbers; None if not finite."""
+    fp64 = np.array([x, y], dtype=np.float64)
+    if not np.isfinite(fp64).all():
+        return None
+    with np.errstate(over="ignore"):
+        fp32 = fp64.astype(np.float32)
+    # The bits of a positive number are its place among them. Python's integers do not overflow, as numpy's would.
+    bits: list[int] = (abs(fp32).view(np.int32) if (fp32 == fp64).all() else abs(fp64).view(np.int64)).tolist()
+    return abs(bits[0] - bits[1]) if (x < 0) == (y < 0) else sum(bits)
+
+
+def differing_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the entries that differ. One that only one of both has is unknown in the other, and does not count."""
+    flat_a, flat_b = (pd.json_normalize(dict(settings)).astype(object).iloc[0].to_dict() for settings in (a, b))
+    return {str(k): (x, flat_b[k]) for k, x in flat_a.items() if k not in NO_SETTINGS and flat_b.get(k, x) != x}
