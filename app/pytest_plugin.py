@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from .common.errors import UserError
+from .common.errors import UserError, shorten
 from .common.files import write_text
 
 FLAG = "--update-trajectories"
@@ -39,9 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
         except (OSError, subprocess.CalledProcessError) as problem:
             reason = " ".join((getattr(problem, "stderr", None) or str(problem)).split())
             raise pytest.UsageError(f"{FLAG}: needs a git repository: {reason}") from None
-        if changes:
-            files = ", ".join(line[3:] for line in changes.splitlines())
-            raise pytest.UsageError(f"{FLAG}: commit these changes first: {files}")
+        if files := ", ".join(line[3:] for line in changes.splitlines()):
+            raise pytest.UsageError(f"{FLAG}: commit these changes first: {shorten(files, 200)}")
 
 
 @pytest.fixture
@@ -53,37 +52,38 @@ def trajectory(request: pytest.FixtureRequest) -> Callable[[str, Callable[[], An
     """
 
     def check(name: str, run: Callable[[], Any]) -> None:
-        file = request.path.parent / "trajectories" / f"{name}.jsonl"
+        file, records = request.path.parent / "trajectories" / f"{name}.jsonl", request.config.getoption(FLAG)
+        if not (records or file.exists()):
+            pytest.fail(f"{file}: not recorded yet: run pytest {FLAG}", pytrace=False)
+        rows = run()  # a UserError in it is not caught below, so pytest prints where it was raised
+        rows = Path(rows) if isinstance(rows, str | os.PathLike) else list(rows)
         try:
-            difference = compare_or_record(file, run, request.config.getoption(FLAG))
+            if difference := compare_or_record(file, rows, records):
+                pytest.fail(difference, pytrace=False)
         except UserError as mistake:
-            difference = str(mistake)
-        if difference:
-            pytest.fail(difference, pytrace=False)
+            pytest.fail(str(mistake), pytrace=False)
 
     return check
 
 
-def compare_or_record(file: Path, run: Callable[[], Any], records: bool) -> str | None:
+def compare_or_record(file: Path, rows: Any, records: bool) -> str | None:
     """Return how a training differs from the recorded one; skip the test if that was recorded on other hardware."""
     from .diff import collect, compare, describe, read
 
-    if not (records or file.exists()):
-        return f"{file}: not recorded yet: run pytest {FLAG}"
-    recorded, rows = None if records else read(file), run()
-    if isinstance(rows, str | os.PathLike):
-        training = read(Path(rows))
+    if isinstance(rows, Path):
+        training = read(rows)
     else:
         lines = (json.dumps({"step": n} | dict(row), default=lambda x: x.item()) for n, row in enumerate(rows, 1))
         training = collect("this training", map(json.loads, lines))
-    here = hardware()  # only now, because a training may set the number of threads
-    if recorded and recorded.settings.get("hardware") != here:
-        pytest.skip(f"{file.name} was recorded with {recorded.settings.get('hardware')}, and this is {here}")
-    if recorded is None:
+    here = hardware()  # after the training, which may set the number of threads
+    if records:
         logged = [{"step": step, quantity: value} for step, quantity, value in training.table.to_numpy()]
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, (json.dumps(line) + "\n" for line in ({"hardware": here}, *logged)))
         return None
+    recorded = read(file)
+    if recorded.settings.get("hardware") != here:
+        pytest.skip(f"{file.name} was recorded with {recorded.settings.get('hardware')}, and this is {here}")
     result = compare(recorded, training)
     is_complete = all(x["in_A"] == x["in_B"] == x["common"] for x in result["quantities"].values())
     return None if result["equal"] and is_complete else describe(result)
