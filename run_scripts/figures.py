@@ -79,7 +79,7 @@ def check(figures: dict[str, Figure]) -> int:
             continue
         for value, text in measured.items():
             if varying[value] != "load" and text != (expected := figure["values"][value].get("text")):
-                is_wrong = varying[value] != "cpu" or figure.get("cpu") == cpu()
+                is_wrong = varying[value] != "cpu" or figure.get("measured", {}).get("cpu") == cpu()
                 wrong += is_wrong
                 print(f"{name}.{value}: {text}, not {expected}{'' if is_wrong else f', on {cpu()}'}", flush=True)
     print(f"{wrong} figure(s) of figures.yaml differ or could not be measured")
@@ -134,7 +134,7 @@ def record(name: str, texts: dict[str, str], seconds: float) -> None:
     figure = next(figures[name] for figures in content.values() if name in figures)
     for value, text in texts.items():
         figure["values"][value]["text"] = text
-    figure |= {"commit": commit(), "date": f"{date.today()}", "cpu": cpu(), "seconds": round(seconds)}
+    figure["measured"] = {"date": f"{date.today()}", "commit": commit(), "cpu": cpu(), "seconds": round(seconds)}
     options = {"allow_unicode": True, "sort_keys": False, "width": 118, "default_flow_style": None}
     text = yaml.dump(content, Dumper=Dumper, **options)
     FIGURES.write_text(comment + re.sub(r"^(?=\S)", "\n", text, flags=re.MULTILINE), encoding="utf-8")
@@ -178,35 +178,32 @@ def text_of(value: dict[str, str]) -> str:
 
 def results_page() -> str:
     """Return results.md: every figure with its command."""
-    parts = [f"# Results\n\n{GENERATED} `docs/figures.yaml` names what is read from the output of each command.\n"]
-    for page, figures in read_pages_of_figures().items():
-        if figures:
-            parts.append(f"## [{Path(page).name}]({page})\n")
-            rows = [result_row(figure) for figure in figures.values()]
-            parts.append(markdown_table(["what", "result", "command", "measured"], rows, text_columns=4))
-    return "\n".join(parts)
+    title = f"# Results\n\n{GENERATED} `docs/figures.yaml` names what is read from the output of each command.\n\n"
+    of_pages = read_pages_of_figures().items()
+    rows = [result_row(page, figure) for page, figures in of_pages for figure in figures.values()]
+    return title + markdown_table(["page", "what", "result", "command", "measured"], rows, text_columns=5)
 
 
-def result_row(figure: Figure) -> list[str]:
+def result_row(page: str, figure: Figure) -> list[str]:
     """Return a figure's row of the table. Values of several lines are only in the page that uses them."""
     values = {name: text_of(value) for name, value in figure["values"].items() if "\n" not in text_of(value)}
     named = [f"{name.replace('_', ' ')}: {text}" if len(values) > 1 else text for name, text in values.items()]
-    measured = ", ".join(figure[key] for key in ("date", "commit", "cpu") if key in figure)
-    command = " ".join(figure["command"].split())
-    return [figure["what"], "; ".join(named) or "on the page", f"`{command.replace('|', chr(92) + '|')}`", measured]
+    measured = ", ".join(str(value) for key, value in figure.get("measured", {}).items() if key != "seconds")
+    command = " ".join(figure["command"].split()).replace("|", r"\|")
+    return [f"[{Path(page).name}]({page})", figure["what"], "; ".join(named) or "on the page", f"`{command}`", measured]
 
 
 def settings_page() -> str:
     """Return settings.md: common settings, and the others by group."""
-    parts = [f"# Settings\n\n{GENERATED} `--help_all` prints them for each program, with only those that it has.\n"]
-    sections = {"common settings": [field for group in GROUPS for field in fields(group)]}
-    sections |= {str(group.__doc__): [*fields(group)] for group in GROUPS}
-    for title, members in sections.items():
-        are_common = title == next(iter(sections))
-        rows = [setting_row(f.name, f.default) for f in members if (f.name in EVERYDAY_SETTINGS) == are_common]
-        parts.append(f"## {title[0].upper()}{title[1:]}\n")
-        parts.append(markdown_table(["setting", "default", "meaning"], rows, text_columns=3))
-    return "\n".join(parts)
+    title = f"# Settings\n\n{GENERATED} `--help_all` prints them for each program, with only those that it has.\n\n"
+    groups = {"common settings": [field for group in GROUPS for field in fields(group)]}
+    groups |= {str(group.__doc__): [*fields(group)] for group in GROUPS}
+    rows = []
+    for name, members in groups.items():
+        are_common = name == next(iter(groups))
+        rows.append([f"**{name[0].upper()}{name[1:]}**", "", ""])
+        rows += [setting_row(f.name, f.default) for f in members if (f.name in EVERYDAY_SETTINGS) == are_common]
+    return title + markdown_table(["setting", "default", "meaning"], rows, text_columns=3)
 
 
 def setting_row(name: str, default: object) -> list[str]:
