@@ -169,7 +169,7 @@ class FixedTree(GradientTree):
         else:
             exchanges, self.all_reduce.exchanges = self.all_reduce.exchanges, 0
             if exchanges != 1:
-                problem = "not once: call the DistributedDataParallel itself (elsewhere in no_grad()), and add its losses"
+                problem = "not once: call the DistributedDataParallel itself (elsewhere in no_grad()), add its losses"
                 raise RuntimeError(f"micro_batch: backward() exchanged gradients {exchanges} times, {problem}")
 
     def check_gradients(self) -> None:
