@@ -162,12 +162,13 @@ def test_the_same_rows_are_the_same_table_in_any_format_and_changed_ones_are_rea
     monkeypatch.setattr(socket, "getaddrinfo", lookup)  # of another machine, whatever this environment sets
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    for frame in (ROWS, ROWS.replace({"review": {"NA": "zw"}})):
+    cache, changed = tmp_path / "cache", ROWS.replace({"review": {"NA": "zw"}})
+    for frame, caches in ((ROWS, (None, cache, cache)), (changed, (cache,))):
         for i, part in enumerate((frame[:6], frame[6:]) if "{}" in name else (frame,)):
             write(part, path.with_name(path.name.format(i)))
         expected = [(label, text) if text else "no review" for label, text in frame.fillna("").itertuples(index=False)]
-        for cache in (tmp_path / "cache", tmp_path / "cache", None):
-            table = clean(open_sources(Settings(**flags), cache))
+        for folder in caches:
+            table = clean(open_sources(Settings(**flags), folder))
             assert rows_of(table) == expected
             assert table.class_names == ("007", "1", "good")
             assert any(note.startswith("2 files: 'train-0.") for note in table.notes) == ("{}" in name)

@@ -69,6 +69,11 @@ for strategies, layouts in ((STRATEGIES, LAYOUTS), (SHARDED, OF_SHARDED), (WRAPP
 STEPS += [(name, "ddp", {"ranks": 3, "precision": "fp64"}) for name in ("qwen2", "batch_norm")]
 
 
+def is_fast(name: str, strategy: str, layout: dict[str, Any]) -> bool:
+    """Whether a step is one of a few that show what the others show, too: zero1 sums as ddp, and zero2 as zero3."""
+    return name in FAST and (strategy in ("ddp", "zero3") or (name, layout) == ("uneven", {"ranks": 4}))
+
+
 def counts(
     name: str, strategy_name: str, ranks: int, logical_ranks=None, accumulation=1, inside=None, **changes: Any
 ) -> list[Any]:
@@ -95,7 +100,7 @@ def counts(
 
 @pytest.mark.parametrize(
     ("name", "strategy", "layout"),
-    [pytest.param(*step, marks=[] if step[0] in FAST else pytest.mark.slow) for step in STEPS],
+    [pytest.param(*step, marks=[] if is_fast(*step) else pytest.mark.slow) for step in STEPS],
 )
 def test_the_collectives_of_a_step_are_those_that_were_predicted(name, strategy, layout):
     predicted, counted = counts(name, strategy, **layout)
