@@ -187,7 +187,7 @@ def test_predictions_of_a_model_folder_are_those_of_a_plain_pipeline(predict, na
 
 
 def test_rows_without_a_label_are_predicted_but_not_counted(run, predict):
-    frame = pd.DataFrame({"label": ["gut", " ", "schlecht"], "review": ["好", "好", "好"]})
+    frame = pd.DataFrame({"label": ["gut", " ", "schlecht"], "review": ["好" * 20 + "我们都说"] * 3})
     frame.to_csv("new.csv", index=False, encoding="gb18030")
     assert "(1 of 2 rows)" in predict("run", "--csv=new.csv", "--output=o.csv")
     assert predict.warnings == "new.csv: read as gb18030\n"

@@ -184,7 +184,10 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
         if isinstance(feature, Json) or not all(isinstance(value, str | int | float | None) for value in values):
             raise ValueError("has dates, lists, or texts and numbers: make all values texts that are not dates alone")
         # NaN is what writers other than pandas leave for a missing value.
-        texts = [None if value is None or value != value else str(value) for value in values]
+        as_type = (
+            str if isinstance(feature, ClassLabel) else column.type.to_pandas_dtype()
+        )  # a float32 has its own digits
+        texts = [None if value is None or value != value else str(as_type(value)) for value in values]
         return pa.chunked_array([texts], pa.large_string())
 
 

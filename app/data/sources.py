@@ -15,7 +15,7 @@ import os
 import tempfile
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -73,6 +73,8 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
         folder, options = (name, {}) if os.path.isdir(name) else (base, {"name": config})
         if os.path.isdir(folder):
             folder = os.path.realpath(folder)  # `datasets` names a data set after its folder, and `.` has no name
+            if glob.escape(os.path.expandvars(folder)) != folder or "\n" in folder:
+                raise ValueError("rename the folder: `datasets` would read its name as a pattern, or a variable in it")
             splits, encoding, hashes = _load_files(folder, cache_dir, settings.encoding, **options)
             rest = {*glob.glob(f"{glob.escape(folder)}/**", recursive=True)} - {*hashes}
             unread = sorted(os.path.relpath(f, folder) for f in rest if os.path.isfile(f) and not f.endswith(".md"))
@@ -99,9 +101,12 @@ def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = 
     check_exists(path)
     kind = BUILDERS.get(Path(path.name.lower().removesuffix(".gz")).suffix, "csv")
     with one_line_errors(str(path)):
-        splits, encoding, hashes = _load_files(kind, cache_dir, encoding, data_files=glob.escape(str(path.absolute())))
-    sha256 = next(iter(hashes.values())) if kind == "csv" and encoding in ENCODINGS["csv"] else None
-    return Source(path, splits["train"], sha256, (encoding,))
+        data_files = glob.escape(str(path.absolute()))
+        if os.path.expandvars(data_files) != data_files:
+            raise ValueError("rename the file: `datasets` would replace the variable in its path")
+        splits, found, hashes = _load_files(kind, cache_dir, encoding, data_files=data_files)
+    sha256 = next(iter(hashes.values())) if kind == "csv" and not encoding else None
+    return Source(path, splits["train"], sha256, (found,))
 
 
 def _load_files(
@@ -144,8 +149,9 @@ def _load_files(
             except Exception as error:
                 if not isinstance(error.__cause__ or error, UnicodeDecodeError):
                     raise
-    wrong = encoding or ("UTF-8, nor Chinese in GB18030" if builder.name == "csv" else "UTF-8")
-    raise ValueError(f"is not {wrong}: save it as UTF-8, or name its encoding with --encoding, such as utf-16 or cp949")
+    wrong = encoding or ("UTF-8, nor Chinese that is surely GB18030" if builder.name == "csv" else "UTF-8")
+    remedy = "save it as UTF-8, or name its encoding with --encoding, such as gb18030, utf-16 or cp949"
+    raise ValueError(f"is not {wrong}: {remedy}")
 
 
 def _load_json(
@@ -203,11 +209,20 @@ def _is_plausible(split: datasets.Dataset, encoding: str) -> bool:
         if column.type != pa.large_string():
             continue
         kept = column.filter(pc.or_(pc.invert(pc.string_is_ascii(column)), pc.match_substring(column, "\x1b$")))
+        kept = kept.unique()
         texts += kept.take(np.arange(0, len(kept), max(1, len(kept) // 1_000))).to_pylist()
+    is_iso_2022 = any("\x1b$" in text for text in texts)
+    if is_iso_2022 or encoding != "gb18030":
+        return not is_iso_2022
+    for text in texts:
+        with suppress(UnicodeDecodeError):  # hardly any text in GB18030 is Chinese in UTF-8
+            if max(text.encode(encoding).decode()) >= "\u0800":
+                return False
     others = [c for text in texts for c in text if not c.isascii()]
-    letters = [c for c in others if c.isalpha() or unicodedata.category(c) == "Co"]  # for private use, as CP1252's ¡H
-    is_chinese = len(letters) <= 8 * sum(c in FREQUENT for c in letters)
-    return (is_chinese or encoding != "gb18030") and not any("\x1b$" in text for text in texts)  # as in ISO-2022
+    letters = [c for c in others if c.isalpha()]
+    known = [c for c in letters if c in FREQUENT]
+    is_odd = any(unicodedata.category(c) in ("Cn", "Co") for c in others)  # unassigned or private, as CP1252's ¡H
+    return len(letters) <= 8 * len(known) and len({*known}) >= 4 and not is_odd
 
 
 def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) -> None:
@@ -234,9 +249,11 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
                         raise csv.Error("repeats the header: remove it")  # several files, joined with `cat`
                     if row and not names:
                         names, header = plain, header or row
-                        if {*row} != {*header}:
+                        if sorted(row) != sorted(header):
                             other = list_names(header)
                             raise csv.Error(f"has the columns {list_names(row)}, but another file {other}")
+                if not names:
+                    raise csv.Error("has no header")
             except csv.Error as error:
                 raise ValueError(f"{Path(file).name}: line {reader.line_num}, or a quote before it: {error}") from None
 
@@ -252,7 +269,7 @@ def one_line_errors(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # the errors of `datasets`, pandas, Arrow and json have no common class
         text = shorten(str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__, 200)
-        has_no_rows = "corresponds to no data" in text or "at least one example" in text
+        has_no_rows = any(part in text for part in ("corresponds to no data", "at least one example", "BatchSize"))
         raise UserError(f"{name}: {'has no rows' if has_no_rows else text}") from error
     finally:
         logging.disable(logging.NOTSET)

@@ -107,8 +107,9 @@ def _cache_key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_lengt
     # "[SEP]" in a review is the special token.
     recipe = json.loads(tokenizer.backend_tokenizer.to_str())
     recipe |= {"truncation": tokenizer.truncation_side, "padding": None, "split": tokenizer.split_special_tokens}
-    parts = [FILE_VERSION, table.sha256, CLEANING_RULES, table.class_names, type(tokenizer).__name__]
-    parts += [tokenizer.model_input_names, max_length, recipe]
+    # The bytes of a CSV, in `sha256`, do not tell which of its columns has the texts.
+    parts: list[Any] = [FILE_VERSION, table.sha256, table.texts.name, CLEANING_RULES, table.class_names]
+    parts += [type(tokenizer).__name__, tokenizer.model_input_names, max_length, recipe]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     digest.update(table.rows.tobytes() + table.labels.tobytes())
     return digest.hexdigest()[:32]

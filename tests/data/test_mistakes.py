@@ -35,12 +35,19 @@ MISTAKES = [
     ("rows.csv", "label,review\n1,a,\n0,b,\n", "line 2, "),
     ("rows.csv", 'label,review\n1,"a\nb"\n\n0,b,c\n', "line 5, "),
     ("rows.csv", "label,review\n" + "1,a\n0,b\n" * 10_000 + "0,b,c\n", "line 20002"),
-    ("rows.csv", GOOD.encode("utf-16"), "or name its encoding with --encoding, such as utf-16"),
+    ("rows.csv", GOOD.encode("utf-16"), "or name its encoding with --encoding, such as gb18030, utf-16 or"),
     ("rows.csv", "label,review\n1,a\n".encode("utf-16-le"), "or name its encoding with --encoding utf-16"),
     ("rows.csv", "label,review\n1,部屋\n0,夜\n".encode("iso2022_jp"), "is not UTF-8, nor Chinese"),
     ("rows.csv", GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1], "is not UTF-8, nor Chinese"),
     *(("rows.csv", OTHER[name].encode(name), "is not UTF-8, nor Chinese") for name in OTHER),
     ("rows.csv", "label,review\n1,¡Hola a\n0,¡Me b\n".encode("cp1252"), "is not UTF-8, nor Chinese"),
+    # Too few Chinese characters to tell: these are 주문 and 반품 in CP949. And UTF-8 below GB18030.
+    (
+        "rows.csv",
+        "label,review\n林巩,a\n馆前,b\n".encode("gb18030"),
+        "with --encoding, such as gb18030, utf-16 or cp949",
+    ),
+    ("rows.csv", (GOOD + "1,我们都说不好\n" * 9).encode("gb18030") + "1,服务态度很好\n".encode(), "is not UTF-8, nor"),
     # Of many rows, only a few have characters that tell.
     ("rows.csv", ("label,review\n" + "1,a\n0,b\n" * 1_500 + "1,it’s\n").encode("cp1252"), "is not UTF-8, nor Chinese"),
     ("rows.csv", ("label,review\n" + "1,a\n0,b\n" * 1_500 + "1,部屋\n").encode("iso2022_jp"), "is not UTF-8, nor"),
@@ -48,6 +55,7 @@ MISTAKES = [
     ("rows.csv", GOOD * 2 + "\ufeffLabel,review \n", "line 4, or a quote before it: repeats the header: remove it"),
     ("rows.csv", 'label,review\n1,"很好" a\n0,b\n', "line 2, or a quote before it"),
     ("rows.csv", 'label,review\n1,"a\n0,b\n1,"c\n', "line 4, or a quote"),  # three rows that pandas would join
+    ("$HOME.csv", GOOD, "rename the file"),  # `datasets` would read root.csv
     ("rows.jsonl", '{"review": ["a"], "label": 1}\n' * 2, "no column 'review'; the file has 'label'"),
     ("rows.jsonl", LINE + "[" * 100_000, "rows.jsonl: row 1: maximum recursion depth"),
     ("rows.json", "[" * 100_000, "rows.json: maximum recursion depth"),
@@ -64,7 +72,7 @@ MISTAKES = [
     ("rows.json", '{"data": [' + LINE + "]}", "a JSON file has one object per line, or an array of objects"),
     ("rows.json", "[]\n", "has no rows"),
     ("rows.parquet", PARQUET[:-20], "parquet file"),  # cut off
-    ("rows.parquet", pd.DataFrame({"label": [], "review": []}).to_parquet(), "BatchSize"),
+    ("rows.parquet", pd.DataFrame({"label": [], "review": []}).to_parquet(), "has no rows"),
     # The test rows of good training rows.
     ("test.csv", "label,review\n0,a\n7,b\n", "row 1: label '7' is not a class of"),
     ("test.csv", "stars,review\n0,a\n", "no column 'label'; the file has 'stars', 'review'"),

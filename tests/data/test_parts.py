@@ -170,6 +170,12 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
             "{folder}/other_case",
             "train-2.csv: line 1, or a quote before it: has the columns 'Label', 'review', but another",
         ),
+        (
+            "{folder}/repeated",
+            "has the columns 'label', 'review', but another file 'label', 'review', 'label'",
+        ),
+        ("{folder}/empty", "test.csv: line 0, or a quote before it: has no header"),
+        ("{folder}/data[1]", "rename the folder"),
         ("/missing/folder/of/data", "/missing/folder/of"),
         ("x" * 300, ""),
     ],
@@ -177,6 +183,9 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
 def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path, name, message):
     write(tmp_path / "no_train", "test")
     FRAMES["train"].to_csv(write(tmp_path / "other_case") / "train-1.csv", index=False)
+    (write(tmp_path / "empty", "train") / "test.csv").touch()
+    (write(tmp_path / "repeated", "train") / "train-2.csv").write_text("label,review,label\n0,a,1\n")
+    write(write(tmp_path / "data[1]", "train").with_name("data1"), "train")  # which the pattern would match
     FRAMES["train"].rename(columns={"label": "Label"}).to_csv(tmp_path / "other_case" / "train-2.csv", index=False)
     (tmp_path / "booleans").mkdir()
     for part, labels in (("train-1", [0, 1]), ("train-2", [False, True])):  # `datasets` would read 0, 1, 0, 1

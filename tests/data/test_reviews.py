@@ -47,7 +47,7 @@ def parquet(labels: list[object]) -> bytes:
 
 
 WORDS = ["NA", "null", "None", "nan", "N/A", "-", "0", "=1+1"]  # pandas treats some of them as missing
-LONG = "差评的𠮷😀" * csv.field_size_limit()  # longer than the module csv allows
+LONG = "一个人的𠮷😀" * csv.field_size_limit()  # longer than the module csv allows
 TRADITIONAL = "這間飯店的服務態度極為親切，環境乾淨"
 # Files that people have: a name, the content, and the rows. Add a row for another encoding, separator or program.
 FILES = {
@@ -84,6 +84,11 @@ FILES = {
         for first, mark in (("", ";"), ("", "\t"), ("", "|"), ("sep=;\n", ";"), ("sep=\t\n", "\t"))
     },
     "numbers": ("rows.parquet", parquet([0.0, 1.0, float("nan")]), [("0", "好"), ("1", "好"), "no label"]),
+    "short numbers": (  # as the double that is nearest, 0.10000000149011612
+        "rows.parquet",
+        parquet(pa.array([0.1, None, 1], pa.float32())),
+        [("0.1", "好"), "no label", ("1", "好")],
+    ),
     "texts": ("rows.parquet", parquet(["x", None, "1"]), [("x", "好"), "no label", ("1", "好")]),
     "booleans": ("rows.parquet", parquet([True, False]), [("True", "好"), ("False", "好")]),
 }
@@ -104,7 +109,7 @@ def test_an_encoding_may_be_named(tmp_path):
         assert rows_of(clean(open_sources(settings))) == [("1", "방"), ("0", "요")]
         with pytest.raises(UserError, match="is not utf-32: save it as UTF-8, or name its encoding with --encoding"):
             open_sources(replace(settings, encoding="utf-32"))
-    (tmp_path / "test.csv").write_bytes("label,review\n1,很好\n".encode("gb18030"))
+    (tmp_path / "test.csv").write_bytes("label,review\n1,我们都说好\n".encode("gb18030"))
     write(ROWS[:6], tmp_path / "utf-8.csv")
     files = {"csv": str(tmp_path / "utf-8.csv"), "test_file": str(tmp_path / "test.csv")}
     assert clean(open_sources(Settings(**files))).notes == ("utf-8-sig", "test: gb18030")

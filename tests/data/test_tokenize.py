@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
+import pandas as pd
 import pytest
 from helpers.reviews import read_reviews
 
 from app.common.errors import UserError
+from app.data.reviews import clean
+from app.data.sources import open_file
 from app.data.tokenize import hash_tokens, lengths_of, occurring_tokens, tokenize
 from app.model.built_in import learn_tokenizer
 
@@ -49,6 +52,16 @@ def test_the_cache_is_reused_only_for_the_same_rows_tokenizer_and_length(review_
     assert len(files_after(table, tokenizer, 15)) == 2
     assert len(files_after(table, learn_tokenizer(table.texts[:3], 8_000), 16)) == 3
     assert len(files_after(other, tokenizer, 16)) == 4
+
+
+def test_another_column_or_encoding_of_the_same_file_has_its_own_tokens(tmp_path):
+    path, cache = tmp_path / "rows.csv", tmp_path / "cache"
+    path.write_text("title,body,label\n丁丁5 text,b,1\nother,a c,0\n")  # valid GB18030 as well
+    tokenizer = learn_tokenizer(pd.Series(["丁丁5 text b a c other 涓佷竵"] * 9), 8_000)
+    for column, encoding in (("title", None), ("body", None), ("title", "gb18030"), ("body", "gb18030")):
+        table = clean({"train": open_file(path, cache, encoding)}, (column, "label"))
+        expected = [tokenizer(text)["input_ids"] for text in pd.read_csv(path, encoding=encoding)[column]]
+        assert tokenize(table, tokenizer, 16, cache_dir=cache)["input_ids"][:] == expected
 
 
 @pytest.mark.parametrize(
