@@ -97,17 +97,17 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sums": ("fp32", "bf16", "fp16"),
     "gathered": ("fp32", "bf16"),
     "recomputes": (False, True),
-    "resumed_from": (None, 4, 6),  # between two evaluations, and where one is due
+    "resumed_from": (None, 3, 4),  # between two evaluations, and where one is due
 }
 # 150 reviews: 7 validation and 15 test rows, so that neither can be divided equally, and 5 steps per epoch. Dropout and
 # clipping.
-FLAGS = ["--csv=reviews.csv", "--logical_ranks=4", "--train_batch_size=24", "--max_steps=8", "--max_length=24"]
-FLAGS += ["--validation_size=0.05", "--eval_strategy=steps", "--eval_steps=3", "--eval_batch_size=8"]
-FLAGS += ["--save_strategy=steps", "--save_steps=2", "--save_total_limit=9", "--warmup_steps=0"]
+FLAGS = ["--csv=reviews.csv", "--logical_ranks=4", "--train_batch_size=24", "--max_steps=6", "--max_length=24"]
+FLAGS += ["--validation_size=0.05", "--eval_strategy=steps", "--eval_steps=2", "--eval_batch_size=8"]
+FLAGS += ["--save_strategy=steps", "--save_steps=1", "--save_total_limit=9", "--warmup_steps=0"]
 FLAGS += ["--dropout=0.1", "--max_grad_norm=0.5"]
 
 
-def cover_all_pairs(seed: int = 2) -> list[Cell]:
+def cover_all_pairs(seed: int = 49) -> list[Cell]:
     """Return cells with each possible pair of values of two factors, chosen greedily among random ones."""
     generator = random.Random(seed)
     random_cells = (Cell(*map(generator.choice, FACTORS.values())) for _ in range(3000))

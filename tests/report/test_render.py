@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
-from report.conftest import IMAGE, SCRIPT
+from report.conftest import IMAGE, SCRIPT, pair_of
 
 from app.common.formats import markdown_cell
 from app.report.comparison import compare_runs, compare_seeds
@@ -21,10 +21,10 @@ ACTIVE_TAG = r"(?i)<(script|img|iframe|object|embed|link|form|base|image|foreign
 NAME = SCRIPT + '--><img src=x onerror=alert(1)>$\\frac{$&quot;" id="x_1" \\1\\g<0> #010101 var(--ink) a>b'
 
 
-@pytest.fixture
-def comparison(make_pair, hostile):
+@pytest.fixture(scope="module")
+def comparison(hostile, tmp_path_factory):
     a = {"learning_rate": 0.5, "path": NAME, "threads": 1}
-    return compare_runs(*make_pair(reviews=hostile, a=a, b={"threads": 2}))
+    return compare_runs(*pair_of(tmp_path_factory.mktemp("runs"), hostile, a=a, b={"threads": 2}))
 
 
 @pytest.fixture
