@@ -32,7 +32,12 @@ def hash_of(program: Path, ranks: int, folder: Path) -> str:
     return line
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+# accelerate only wraps the model, whose loop is that of plain_loop.
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, marks=pytest.mark.slow if path.stem == "with_accelerate" else []) for path in EXAMPLES],
+    ids=lambda path: path.stem,
+)
 def test_an_example_has_one_hash_at_1_2_and_4_processes(example, tmp_path):
     assert len(example.read_text().splitlines()) <= 40
     # With 0, it is started without torchrun: the model is not wrapped in DistributedDataParallel.
