@@ -207,7 +207,8 @@ def sample_rows(rows: Indices) -> Indices:
 
 def describe_dropped(table: ReviewTable) -> list[str]:
     """Return one line per reason for dropping rows."""
-    return [f"{len(rows):,} rows with {reason}: {list_rows(rows)}" for reason, rows in table.dropped.items()]
+    total = "" if table.parts else f" of {table.rows_read:,}"  # which are those of all parts
+    return [f"{len(rows):,}{total} rows with {why}: {list_rows(rows)}" for why, rows in table.dropped.items()]
 
 
 def list_rows(rows: Sequence[int] | np.ndarray) -> str:
