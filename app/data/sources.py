@@ -14,7 +14,8 @@ import logging
 import os
 import tempfile
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +25,9 @@ from typing import Any
 
 import datasets
 import fsspec
-import numpy as np
 import pandas as pd
 import pooch
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from charset_normalizer.constant import FREQUENCIES
 
@@ -124,32 +123,49 @@ def _load_files(
         if builder.name in ENCODINGS and numbers:
             raise ValueError("README.md names classes by numbers, which could be their positions: rename them there")
         hashes = {file: pooch.file_hash(file) for files in builder.config.data_files.values() for file in files}
-        if encoding and builder.name not in ENCODINGS:
+        if builder.name in ENCODINGS:
+            encoding = options["encoding"] = _recognize_encoding(hashes, encoding, ENCODINGS[builder.name])
+        elif encoding:
             raise ValueError("--encoding is for CSV and JSON files")
-        for candidate in (encoding,) if encoding else ENCODINGS.get(builder.name, ("",)):
-            options |= {"encoding": candidate} if candidate else {}
-            try:
-                if builder.name == "csv":
-                    options |= _csv_options([*hashes], builder.config.pd_read_csv_kwargs | {"encoding": candidate})
-                    options["features"].update(classes)
-                # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
-                key = hash_json([builder.name, *hashes.values(), str({**options, "data_files": None})])
-                folder = Path(cache_dir or temporary, "datasets", key[:32])
-                if not folder.exists():
-                    _check_files(builder.name, hashes, options)
-                cached_file(folder / "checked", Path.touch)
-                place = {"cache_dir": str(folder), "keep_in_memory": not cache_dir}
-                if builder.name == "json":
-                    parts = builder.config.data_files.items()
-                    splits = {part: _load_json(files, candidate, classes, split=part, **place) for part, files in parts}
-                else:
-                    splits = datasets.load_dataset(path, **place, **options)
-                if encoding or all(_is_plausible(split, candidate) for split in splits.values()):
-                    return splits, candidate, hashes
-            except Exception as error:
-                if not isinstance(error.__cause__ or error, UnicodeDecodeError):
-                    raise
-    wrong = encoding or ("UTF-8, nor Chinese that is surely GB18030" if builder.name == "csv" else "UTF-8")
+        if builder.name == "csv":
+            options |= _csv_options([*hashes], builder.config.pd_read_csv_kwargs | {"encoding": encoding})
+            options["features"].update(classes)
+        # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
+        key = hash_json([builder.name, *hashes.values(), str({**options, "data_files": None})])
+        folder = Path(cache_dir or temporary, "datasets", key[:32])
+        if not folder.exists():
+            _check_files(builder.name, hashes, options)
+        cached_file(folder / "checked", Path.touch)
+        place = {"cache_dir": str(folder), "keep_in_memory": not cache_dir}
+        if encoding and builder.name == "json":
+            parts = builder.config.data_files.items()
+            splits = {part: _load_json(files, encoding, classes, split=part, **place) for part, files in parts}
+        else:
+            splits = datasets.load_dataset(path, **place, **options)
+        return splits, encoding or "", hashes
+
+
+def _recognize_encoding(files: Collection[str], given: str | None, candidates: Sequence[str]) -> str:
+    """Return the encoding in which all files are valid and, unless it is given, plausible: others are valid as well."""
+    for encoding in (given,) if given else candidates:
+        counts = Counter[str]()
+        with suppress(UnicodeError):
+            for file in files:
+                with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
+                    for line in stream:
+                        if not given and ("\x1b$" in line or "\0" in line[:2]):  # ISO-2022 and UTF-16 are valid ASCII
+                            raise UnicodeError
+                        if not given and encoding == "gb18030" and not line.isascii():
+                            counts.update(line)
+                            with suppress(UnicodeDecodeError):
+                                if max(line.encode(encoding).decode()) >= "\u0800":  # hardly any line is, but in UTF-8
+                                    raise UnicodeError
+            letters = sum(n for c, n in counts.items() if c.isalpha() and not c.isascii())
+            is_chinese = letters <= 8 * sum(counts[c] for c in FREQUENT) and len(FREQUENT & counts.keys()) >= 4
+            # No text has characters that are unassigned or for private use, as CP1252's ¡H.
+            if not counts or (is_chinese and not any(unicodedata.category(c) in ("Cn", "Co") for c in counts)):
+                return encoding
+    wrong = given or ("UTF-8, nor Chinese that is surely GB18030" if len(candidates) > 1 else "UTF-8")
     remedy = "save it as UTF-8, or name its encoding with --encoding, such as gb18030, utf-16 or cp949"
     raise ValueError(f"is not {wrong}: {remedy}")
 
@@ -188,8 +204,6 @@ def _csv_options(files: list[str], options: dict[str, Any]) -> dict[str, Any]:
     # Without an index, a row with too few fields ends with empty ones.
     options |= {"na_filter": False, "index_col": False}
     names = _header(files[0], options)
-    if "\0" in names[0]:
-        raise ValueError("looks like UTF-16: save it as UTF-8, or name its encoding with --encoding utf-16")
     if names[0].startswith("sep="):  # Excel's line that names the separator
         options |= {"sep": names[0][4:5] or ",", "skiprows": 1}
     elif len(names) == 1:
@@ -200,29 +214,6 @@ def _csv_options(files: list[str], options: dict[str, Any]) -> dict[str, Any]:
 
 def _header(path: str, options: Mapping[str, Any]) -> list[str]:
     return list(pd.read_csv(path, **{**options, "nrows": 0, "chunksize": None}).columns)
-
-
-def _is_plausible(split: datasets.Dataset, encoding: str) -> bool:
-    """Tell whether texts were written in the encoding as which they were read: many other ones are valid, too."""
-    texts: list[str] = []
-    for column in split.data.columns if encoding else ():  # a sample of all rows could miss the few that matter
-        if column.type != pa.large_string():
-            continue
-        kept = column.filter(pc.or_(pc.invert(pc.string_is_ascii(column)), pc.match_substring(column, "\x1b$")))
-        kept = kept.unique()
-        texts += kept.take(np.arange(0, len(kept), max(1, len(kept) // 1_000))).to_pylist()
-    is_iso_2022 = any("\x1b$" in text for text in texts)
-    if is_iso_2022 or encoding != "gb18030":
-        return not is_iso_2022
-    for text in texts:
-        with suppress(UnicodeDecodeError):  # hardly any text in GB18030 is Chinese in UTF-8
-            if max(text.encode(encoding).decode()) >= "\u0800":
-                return False
-    others = [c for text in texts for c in text if not c.isascii()]
-    letters = [c for c in others if c.isalpha()]
-    known = [c for c in letters if c in FREQUENT]
-    is_odd = any(unicodedata.category(c) in ("Cn", "Co") for c in others)  # unassigned or private, as CP1252's ¡H
-    return len(letters) <= 8 * len(known) and len({*known}) >= 4 and not is_odd
 
 
 def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) -> None:
