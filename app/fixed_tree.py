@@ -10,15 +10,18 @@ import os
 import random
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from .data.sampler import BatchPlan, FullBatchSampler, plan_batches
@@ -30,10 +33,7 @@ from .settings import Settings
 from .strategies.base import GradientTree
 from .strategies.reduction import FixedOrderAllReduce, TreeSum, sum_pairwise
 
-if TYPE_CHECKING:
-    from transformers import Trainer as TrainerBase
-else:
-    TrainerBase = object  # a loop without Trainer need not import it
+AnyTrainer: Any = object  # your class names Trainer as well: a loop without it need not import it
 
 
 def plan_of(logical_ranks: int, batch_size: int, n_rows: int) -> tuple[BatchPlan, int]:
@@ -68,6 +68,8 @@ class FixedTreeSampler(FullBatchSampler):
         return self.steps_per_epoch * len(self.logical_ranks)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.steps_done >= self.steps_per_epoch:
+            raise ValueError(f"set_epoch: steps_done counts steps of this epoch, which has {self.steps_per_epoch}")
         return iter(self.epoch_rows()[self.steps_done :].reshape(-1, self.plan.micro_size).tolist())
 
 
@@ -92,21 +94,26 @@ class FixedTree(GradientTree):
         """
         plan, rank = plan_of(logical_ranks, logical_ranks, logical_ranks)
         if plan.ranks > 1 and not isinstance(model, DistributedDataParallel):
-            raise TypeError(f"FixedTree: pass DistributedDataParallel(model), not {type(model).__name__}")
+            raise TypeError(
+                f"FixedTree: pass DistributedDataParallel(model), not {type(model).__name__}; compile first"
+            )
         if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
             raise TypeError("FixedTree: SyncBatchNorm depends on the number of processes: use BatchNorm or GroupNorm")
         super().__init__(model, plan, allow_unused=getattr(model, "find_unused_parameters", True))
         self.logical_ranks, self.device = plan.logical_ranks_of(rank), self.parameters[0].device  # of this process
         self.step, self.done = -1, len(self.logical_ranks)  # the last step, and how many of its micro-batches are done
+        self.updates = 1  # how often an optimizer has changed these parameters since the step began
+        weakref.finalize(self, register_optimizer_step_post_hook(partial(count_update, weakref.ref(self))).remove)
         # Such as BatchNorm's statistics. Each logical rank updates those of the step before. Integers are not averaged.
         self.buffers, self.buffer_sums = list(model.buffers()), TreeSum()
-        self.averaged = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-        self.buffers_before, self.after_step = list[torch.Tensor](), list[torch.Tensor]()
-        self.versions: list[int] = []  # of all buffers after the step: how often PyTorch wrote to them
+        self.averaged = [buffer for buffer in self.buffers if buffer.is_floating_point()]
+        self.buffers_before: list[torch.Tensor] = []
+        self.after_step = list[int](), torch.empty(0)  # how often PyTorch had written to buffers, and their values
         if threads or self.device.type == "cpu":
             torch.set_num_threads(threads or default_threads(logical_ranks))
         self.divisor = plan.logical_ranks_per_rank if divides else 1
         if isinstance(model, DistributedDataParallel):
+            model.broadcast_buffers = False  # a second forward pass in a micro-batch would begin with those of rank 0
             if model.static_graph or model.process_group is not dist.group.WORLD:
                 raise ValueError("FixedTree: create DistributedDataParallel without static_graph and process_group")
             given: list[Any] = [None] * plan.ranks
@@ -133,13 +140,21 @@ class FixedTree(GradientTree):
             due = f"logical rank {self.logical_ranks[number]} of {f'step {self.step}' if number else 'another step'}"
             problem = f"{due} is next: count steps over all epochs, and in each one loop over tree.logical_ranks"
             raise ValueError(f"micro_batch(step={step}, logical_rank={logical_rank}): {problem}")
+        if number > 0 and self.updates:
+            raise RuntimeError("micro_batch: call optimizer.step() after the loop over tree.logical_ranks")
         if number == 0:
+            if not self.updates:
+                problem = f"the gradients of step {self.step} were not used: for larger batches, raise logical_ranks"
+                warnings.warn(f"FixedTree: no optimizer.step() since then: {problem}", stacklevel=3)
             accelerate = sys.modules.get("accelerate.state")
             if accelerate and accelerate.GradientState().num_steps != 1:  # the same object for all Accelerators
                 raise ValueError("micro_batch: accelerator.backward() would divide: remove gradient_accumulation_steps")
             self.wrapped.zero_grad()  # otherwise backward() would add to the gradients of the step before
-            self._check_buffers()
-            self.step, self.buffers_before = step, [buffer.clone() for buffer in self.buffers]
+            versions, values = self.after_step  # to compare values, the host has to wait for a GPU
+            if versions and versions != self._versions() and not torch.equal(self._flat_buffers(), values):
+                problem = "after a forward pass in train() mode, weights depend on the number of processes: use eval()"
+                warnings.warn(f"FixedTree: BatchNorm's or other buffers changed elsewhere: {problem}", stacklevel=3)
+            self.step, self.updates, self.buffers_before = step, 0, [buffer.clone() for buffer in self.buffers]
         for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
             buffer.copy_(before)
         with ExitStack() as stack:  # outside of it, nothing must follow from these seeds
@@ -149,17 +164,24 @@ class FixedTree(GradientTree):
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(self.accumulate(number))
             seed_generators(seed, step, logical_rank)
+            counted: set[torch.Tensor] = set()
+            for parameter in (parameter for parameter in self.parameters if parameter.requires_grad):
+                stack.callback(parameter.register_post_accumulate_grad_hook(partial(count_gradient, counted)).remove)
             yield
-            if all(parameter.grad is None for parameter in self.parameters):
+            if not counted:
                 raise RuntimeError("micro_batch: call backward() inside it, also on the loss of the last logical rank")
+            if (missing := {*self.parameters} - counted) and not self.allow_unused:
+                name = next(name for name, x in self.wrapped.named_parameters() if x in missing)
+                problem = "pass find_unused_parameters=True to DistributedDataParallel, or first requires_grad_(False)"
+                raise ValueError(f"{name.removeprefix('module.')} has no gradient in micro_batch: {problem}")
         if self.averaged:
             self._add_buffers(is_last=number + 1 == len(self.logical_ranks))
         self.done = number + 1
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Do what `torch.nn.utils.clip_grad_norm_` does, with squares that are added in fp64."""
-        if self.done < len(self.logical_ranks):
-            raise RuntimeError(f"clip_grad_norm_: first train on logical rank(s) {self.logical_ranks[self.done :]}")
+        if missing := self.logical_ranks[0 if self.updates else self.done :]:
+            raise RuntimeError(f"clip_grad_norm_: first train on logical rank(s) {missing}")
         return self.clip_grad_norm(max_norm, torch.ones((), device=self.device))
 
     def _finish(self) -> None:
@@ -169,22 +191,13 @@ class FixedTree(GradientTree):
         else:
             exchanges, self.all_reduce.exchanges = self.all_reduce.exchanges, 0
             if exchanges != 1:
-                problem = "not once: call the DistributedDataParallel itself (elsewhere in no_grad()), add its losses"
+                problem = "not once: call the DistributedDataParallel itself, and outside of micro_batch in no_grad()"
                 raise RuntimeError(f"micro_batch: backward() exchanged gradients {exchanges} times, {problem}")
-
-    def check_gradients(self) -> None:
-        names = [name for name, p in self.wrapped.named_parameters() if p.requires_grad and p.grad is None]
-        if names:
-            raise ValueError(
-                f"{len(names)} parameter(s), such as {names[0].removeprefix('module.')}, have no gradient: pass "
-                "find_unused_parameters=True to DistributedDataParallel, or call requires_grad_(False) on them"
-            )
 
     def _add_buffers(self, is_last: bool) -> None:
         """Make each floating-point buffer the mean over the logical ranks; DDP would keep that of rank 0."""
-        averaged = [*self.averaged.values()]
         # Divided before they are added: a constant such as torch.finfo(torch.float32).min must stay the same.
-        total = torch.cat([buffer.flatten() for buffer in averaged]).div_(self.plan.logical_ranks)
+        total = self._flat_buffers().div_(self.plan.logical_ranks)
         if not is_last:
             return self.buffer_sums.add([total])
         self.buffer_sums.add_to_last_leaf([total], [0])
@@ -193,20 +206,31 @@ class FixedTree(GradientTree):
             sums = total.new_empty(self.plan.ranks, len(total))
             all_gather_single(sums.view(-1), total)
             total = sum_pairwise(sums)
-        means = total.split([buffer.numel() for buffer in averaged])
-        torch._foreach_copy_(averaged, [mean.view_as(buffer) for buffer, mean in zip(averaged, means, strict=True)])
-        self.after_step, self.versions = [x.clone() for x in averaged], [x._version for x in self.buffers]
+        for buffer, mean in zip(self.averaged, total.split([x.numel() for x in self.averaged]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
+        self.after_step = self._versions(), self._flat_buffers()
 
-    def _check_buffers(self) -> None:
-        # BatchNorm increases the version of its counter only. To compare values, the host has to wait for a GPU.
-        if self.after_step and self.versions != [buffer._version for buffer in self.buffers]:
-            pairs = zip(self.averaged.items(), self.after_step, strict=True)
-            if changed := [name for (name, now), then in pairs if not torch.equal(now, then)]:
-                problem = "after a forward pass in train() mode, weights depend on the number of processes: use eval()"
-                warnings.warn(f"FixedTree: {changed[0]} was changed outside of micro_batch: {problem}", stacklevel=4)
+    def _versions(self) -> list[int]:
+        return [buffer._version for buffer in self.buffers]  # of BatchNorm's, only the counter's changes
+
+    def _flat_buffers(self) -> torch.Tensor:
+        return torch.cat([buffer.flatten() for buffer in self.averaged])
 
 
-class FixedTreeTrainerMixin(TrainerBase):
+def count_update(tree: weakref.ref[FixedTree], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if (own := tree()) is not None and not {*own.parameters}.isdisjoint(parameters):
+        own.updates += 1
+
+
+def count_gradient(counted: set[torch.Tensor], parameter: torch.Tensor) -> None:
+    """Raise RuntimeError if backward() has added to a gradient twice, which DDP would not always exchange."""
+    if parameter in counted:
+        raise RuntimeError("micro_batch: call backward() once inside it: add the losses first")
+    counted.add(parameter)
+
+
+class FixedTreeTrainerMixin(AnyTrainer):  # type: ignore[misc]
     """`class MyTrainer(FixedTreeTrainerMixin, Trainer): logical_ranks = 8` trains on the fixed tree.
 
     A step has `per_device_train_batch_size` rows for each logical rank. How many micro-batches a process accumulates
@@ -215,7 +239,7 @@ class FixedTreeTrainerMixin(TrainerBase):
 
     logical_ranks = 0  # to be set in your class, as for `FixedTree`
     threads: int | None = None
-    tree: FixedTree | None = None
+    tree: Any = None  # a FixedTree, from the first step on
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -243,8 +267,7 @@ class FixedTreeTrainerMixin(TrainerBase):
             self.tree = FixedTree(model, self.logical_ranks, threads=self.threads, divides=False)
         logical_rank = self.tree.logical_ranks[self.tree.done % len(self.tree.logical_ranks)]
         with self.tree.micro_batch(self.state.global_step, logical_rank, seed=self.args.seed):
-            return super().training_step(model, *args, **kwargs)
+            return super().training_step(model, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
-        assert self.tree is not None
-        return self.tree.clip_grad_norm_(self.args.max_grad_norm)
+        return self.tree.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[no-any-return]

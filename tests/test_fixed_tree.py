@@ -77,27 +77,46 @@ def test_gradients_and_statistics_are_the_means_over_the_logical_ranks(ranks):
     assert all(map(torch.equal, step_of(plain, inputs), expected))
 
 
-def test_a_warning_names_statistics_that_have_changed_outside_of_the_tree():
+def test_statistics_that_have_changed_outside_of_the_tree_are_reported():
     copies, inputs = [Model(), Model()], torch.randn(V, 8, 6)
 
     def work(world: Any) -> None:
         tree = FixedTree(DistributedDataParallel(copies[world.rank]), V, threads=1)
-        step_of(tree, inputs)
-        before = copy.deepcopy(tree.wrapped.state_dict())
-        tree.wrapped.module(inputs[0])
-        tree.wrapped.load_state_dict(before)  # as after an evaluation of other weights
-        with torch.no_grad():
-            tree.wrapped.eval()(inputs[0])  # DDP writes rank 0's buffers to all ranks
-        step_of(tree, inputs, 1)
+        optimizer = torch.optim.AdamW(tree.parameters, fused=True)  # does not increase the version of a tensor
+        for step in range(2):
+            step_of(tree, inputs, step)
+            optimizer.step()
+            before = copy.deepcopy(tree.wrapped.state_dict())
+            tree.wrapped.module(inputs[0])
+            tree.wrapped.load_state_dict(before)  # as after an evaluation of other weights
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         on_ranks(work, 2)
-    tree = FixedTree(copies[0].train(), V, threads=1)
+    tree = FixedTree(copies[0], V, threads=1)
     step_of(tree, inputs)
     tree.wrapped(inputs[0])
-    with pytest.warns(UserWarning, match=r"^FixedTree: layers\.1\.running_mean was changed .* use eval\(\)$"):
+    unused = pytest.warns(UserWarning, match="the gradients of step 0 were not used")
+    with unused, pytest.warns(UserWarning, match=r"changed elsewhere: after a forward pass in train\(\) mode"):
         step_of(tree, inputs, 1)
+
+
+def test_a_second_forward_pass_in_a_micro_batch_begins_with_the_statistics_of_its_logical_rank():
+    model, inputs, means = Model(), torch.randn(V, 8, 6), []
+    for x in inputs:
+        alone = copy.deepcopy(model)
+        assert alone(x) != alone(x.flip(1))
+        means.append(alone.layers[1].running_mean / V)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(world: Any) -> torch.Tensor:
+        tree = FixedTree(DistributedDataParallel(copies[world.rank]), V, threads=1)
+        for logical_rank in tree.logical_ranks:
+            with tree.micro_batch(0, logical_rank):
+                (tree.wrapped(inputs[logical_rank]) + tree.wrapped(inputs[logical_rank].flip(1))).backward()
+        return copies[world.rank].layers[1].running_mean
+
+    assert all(torch.equal(found, add_neighbors(means)) for found in on_ranks(work, 2))
 
 
 def test_random_numbers_follow_from_step_and_logical_rank_only():
@@ -134,7 +153,16 @@ def test_a_mistake_in_the_loop_names_what_to_do(monkeypatch):
         tree.clip_grad_norm_(1.0)
     with pytest.raises(ValueError, match="logical rank 1 of step 0 is next"):
         enter(tree, 1, 0)
-    enter(tree, 0, 1)
+    optimizer = torch.optim.SGD(tree.parameters)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.step\(\) after the loop"):
+        enter(tree, 0, 1)
+    tree = FixedTree(tree.wrapped, 1, threads=1)
+    enter(tree, 0, 0)
+    tree.clip_grad_norm_(1.0)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"first train on logical rank\(s\) \[0\]"):
+        tree.clip_grad_norm_(1.0)
     with pytest.raises(ValueError, match="logical rank 0 of another step is next"):
         enter(tree, 0, 0)
     monkeypatch.setitem(GradientState().plugin_kwargs, "num_steps", 2)  # what Accelerator does with it
@@ -149,11 +177,17 @@ def test_a_mistake_in_the_loop_names_what_to_do(monkeypatch):
         (lambda: FixedTree(nn.SyncBatchNorm(3), 2), "use BatchNorm or GroupNorm"),
         (lambda: FixedTreeSampler(range(50), 6, 4), "batch_size=6: .* a multiple of logical_ranks=4"),
         (lambda: FixedTreeSampler(range(50), 64, 4), "at most the 50 rows"),
+        (lambda: past_the_end(FixedTreeSampler(range(50), 4, 4)), "which has 12"),
     ],
 )
 def test_a_mistake_before_the_loop_names_what_to_pass(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def past_the_end(sampler: FixedTreeSampler) -> None:
+    sampler.set_epoch(1, 12)
+    next(iter(sampler))
 
 
 def test_mistakes_that_need_several_processes():
@@ -164,16 +198,17 @@ def test_mistakes_that_need_several_processes():
             FixedTree(nn.Linear(1, 1), 1)
         with pytest.raises(ValueError, match="pass the same values"):
             FixedTree(DistributedDataParallel(nn.Linear(1, 1)), 2 + 2 * world.rank, threads=1)
-        for calls_of_ddp in (0, 2):  # a second exchange would add the sum of the other logical ranks once more
+        # A second exchange would add the sum of the other logical ranks once more.
+        for calls_of_ddp, message in ((0, "exchanged gradients 0 times"), (2, r"call backward\(\) once")):
             tree = FixedTree(DistributedDataParallel(nn.Linear(1, 1)), 2, threads=1)
             context = tree.micro_batch(0, tree.logical_ranks[0])
             models = [tree.wrapped] * calls_of_ddp or [tree.wrapped.module]
-            with pytest.raises(RuntimeError, match=f"exchanged gradients {calls_of_ddp} times"), context:
+            with pytest.raises(RuntimeError, match=message), context:
                 assert all(model(torch.ones(1, 1)).sum().backward() is None for model in models)
         model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
         model.forward = model[0].forward
         tree = FixedTree(DistributedDataParallel(model), 2, threads=1)
-        with pytest.raises(ValueError, match=r"2 parameter\(s\), such as 1\.weight, have no gradient"):
+        with pytest.raises(ValueError, match=r"^1\.weight has no gradient in micro_batch"):
             enter(tree, 0, tree.logical_ranks[0])
 
     on_ranks(work, 2)
