@@ -80,6 +80,7 @@ def compare(a: Training, b: Training, rtol: float | None = None) -> dict[str, An
     delta = (values["A"] - values["B"]).abs()
     values["delta"] = delta.mask(delta.isna() & ~values["equal"], float("inf")).fillna(0.0)  # NaN and a number
     different = values[~values["equal"]]
+    first = different[different["step"] == different["step"].min()]
     tables = {"in_A": a.table, "in_B": b.table, "common": values, "different": different}
     counts: Any = pd.DataFrame({name: table["quantity"].value_counts() for name, table in tables.items()})
     quantities = counts.fillna(0).astype(int).assign(max_difference=None, at_step=None, ULPs=None).to_dict("index")
@@ -94,8 +95,8 @@ def compare(a: Training, b: Training, rtol: float | None = None) -> dict[str, An
         "not_compared": sorted(a.left_out | b.left_out),
         "quantities": {name: quantities[name] for name in [*a.table["quantity"], *b.table["quantity"]]},
         "steps_in_common": values["step"].nunique(),
-        "exact_matches": int(values.groupby("step")["equal"].all().sum()),
-        "first_difference": different.head(1).set_index("quantity")[["step", "A", "B"]].to_dict("index"),
+        "matches_within_rtol" if rtol else "exact_matches": int(values.groupby("step")["equal"].all().sum()),
+        "first_difference": first.set_index("quantity")[["step", "A", "B"]].to_dict("index"),
         "equal": different.empty and last[0] == last[1],
     }
 
@@ -171,7 +172,8 @@ def collect(name: object, rows: Iterable[Mapping[str, Any]], settings: Mapping[s
             continue
         step = to_number(row.get("step", ""))
         if step is None or not step.is_integer():
-            raise UserError(f"{name}: row {n}: must have a whole number `step`")
+            where = f"row {n}:" if cells or n > 2 else "row 1 or 2"  # one row of settings may be the first
+            raise UserError(f"{name}: {where} must have a whole number `step`")
         for quantity, value in row.items():
             number, key = to_number(value), (int(step), quantity)
             if number is None or TIME.search(quantity):

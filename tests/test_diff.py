@@ -88,7 +88,7 @@ def test_the_largest_difference_is_that_of_pandas_and_its_ulps_those_of_numpy(tm
         assert quantities[name]["different"] == (a[name] != b[name]).sum()
     for rtol in (1e-7, 1e-6, 2e-6):
         close = sum(np.isclose(b[name], a[name], rtol=rtol, atol=0) for name in a) == 2
-        assert diff(*files, "--rtol", rtol)[1]["exact_matches"] == close.sum()
+        assert diff(*files, "--rtol", rtol)[1]["matches_within_rtol"] == close.sum()
     # From -2 to 2, to a subnormal number of fp32, from a number that fp32 does not have, and from infinity.
     pairs = ((2.0, -2.0), (2.0**-149, 0.0), (0.1, math.nextafter(0.1, 1)), (math.inf, 1.0))
     assert [ulps(*pair) for pair in pairs] == [2**31, 1, 1, None]
@@ -138,7 +138,7 @@ def test_the_log_of_trainer_is_compared_up_to_the_step_after_which_the_learning_
     assert (status, result["exact_matches"], result["quantities"]["eval_loss"]["common"]) == (0, 4, 2)
     assert {"train_runtime", "eval_samples_per_second"} <= {*result["not_compared"]}
     status, result = diff(tmp_path / "a", tmp_path / "c", "--rtol", 1e-6)
-    assert status == 1
+    assert (status, result["matches_within_rtol"]) == (1, 0)
     found = result["first_difference"], result["quantities"]["loss"]["different"]
     assert found == ({"learning_rate": {"step": 1, "A": 0.1, "B": 0.2}}, 3), "the first loss is that of equal weights"
 
