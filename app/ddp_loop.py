@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .checkpoint.state import TrainingState
-from .data.loaders import EvalSet, loader_options
+from .data.batches import EvalSet, loader_options
 from .distributed.collectives import broadcast_buffers, gather_rows, wait_for_device
 from .distributed.preemption import StopRequest
 from .distributed.process_group import join

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from .data.sampler import BatchPlan, FullBatchSampler, plan_batches
+from .data.batches import BatchPlan, FullBatchSampler, plan_batches
 from .distributed.collectives import all_gather_single
 from .distributed.environment import default_threads
 from .distributed.world import RankGroup

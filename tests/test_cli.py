@@ -15,7 +15,7 @@ from helpers.worlds import fake_world
 
 from app.cli import CommandLine, as_flags, parse_settings
 from app.common.errors import UserError
-from app.data.sampler import plan_batches, resolve_train_batch_size
+from app.data.batches import plan_batches, resolve_train_batch_size
 from app.program import check_libraries
 from app.settings import EVERYDAY_SETTINGS, TYPES, Settings
 from app.strategies.ddp import DDPStrategy

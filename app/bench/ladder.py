@@ -13,7 +13,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from transformers import PreTrainedModel
 
 from ..common.formats import MIB
-from ..data.sampler import BatchPlan
+from ..data.batches import BatchPlan
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
 from ..settings import Settings

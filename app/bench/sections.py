@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 
 from ..common.formats import mib, points
-from ..data.sampler import plan_batches
+from ..data.batches import plan_batches
 from ..ddp_loop import evaluate
 from ..distributed.collectives import all_gather_object, raise_on_all_ranks, wait_for_device
 from ..distributed.world import World

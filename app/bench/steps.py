@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from ..data.sampler import BatchPlan, plan_batches
+from ..data.batches import BatchPlan, plan_batches
 from ..ddp_loop import train_step
 from ..distributed.collectives import raise_on_all_ranks
 from ..distributed.world import World

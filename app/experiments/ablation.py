@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from ..common.errors import UserError, escape_control_characters
 from ..common.files import write_json, write_text
 from ..common.formats import markdown_table, percent, points
-from ..data.loaders import loader_options
-from ..data.sampler import BatchPlan, plan_batches
+from ..data.batches import BatchPlan, loader_options, plan_batches
 from ..ddp_loop import evaluate, train_step
 from ..distributed.launcher import CPU_PROCESSES, resolve_nproc_per_node
 from ..distributed.process_group import join

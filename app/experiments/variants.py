@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..data.sampler import plan_batches, resolve_train_batch_size
+from ..data.batches import plan_batches, resolve_train_batch_size
 from ..data.split import split_reviews
 from ..settings import Settings
 from ..training.build import ReviewData

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..common.formats import MIB
-from ..data.sampler import BatchPlan
+from ..data.batches import BatchPlan
 from ..data.tokenize import occurring_tokens, tokenize
 from ..distributed.world import Topology
 from ..model.hub import resolve_commit

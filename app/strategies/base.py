@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ..common.errors import AgreedError
-from ..data.sampler import BatchPlan
+from ..data.batches import BatchPlan
 from .reduction import FixedOrderAllReduce, TreeSum
 
 Tensors = dict[str, torch.Tensor]

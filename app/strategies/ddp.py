@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..data.sampler import BatchPlan
+from ..data.batches import BatchPlan
 from ..distributed.collectives import saved_buffers
 from ..distributed.world import World
 from ..settings import Settings

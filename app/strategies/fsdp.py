@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from ..common.machine import DTYPES
-from ..data.sampler import BatchPlan
+from ..data.batches import BatchPlan
 from ..distributed.world import RankGroup, World
 from ..settings import Settings
 from .base import SHARDED_FORWARD, GradientTree, Tensors, local_parts, transformer_blocks

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from torch.optim.adam import adam
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..data.sampler import BatchPlan
+from ..data.batches import BatchPlan
 from ..distributed.world import World
 from .base import local_part
 

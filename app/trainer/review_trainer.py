@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..checkpoint.state import TrainingState
-from ..data.loaders import EvalSet
+from ..data.batches import EvalSet
 from ..distributed.collectives import broadcast_buffers, gather_rows
 from ..distributed.preemption import StopRequest
 from ..metrics.score import score

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from ..data.loaders import EvalSet, build_eval_set, form_eval_batches, loader_options
+from ..data import batches
+from ..data.batches import BatchPlan, EvalSet, FullBatchSampler, plan_batches
 from ..data.reviews import Indices, ReviewTable, clean, list_rows
-from ..data.sampler import BatchPlan, FullBatchSampler, plan_batches
 from ..data.sources import open_sources
 from ..data.split import Split, count_duplicates, split_reviews
 from ..data.tokenize import hash_tokens, lengths_of, occurring_tokens, sum_over_tokens, tokenize
@@ -76,17 +76,17 @@ class ReviewData:
     def train_loader(self, logical_ranks: Sequence[int], settings: Settings, world: World) -> DataLoader[Any]:
         """Build the loader of this rank's training micro-batches, as app/ddp_loop.py does."""
         sampler = self.train_sampler(logical_ranks, settings)
-        options = loader_options(self.collator, world.device)
+        options = batches.loader_options(self.collator, world.device)
         return DataLoader(self.train_rows, self.plan.micro_size, sampler=sampler, **options)
 
     def eval_set(self, name: str, settings: Settings, world: World) -> EvalSet:
         """Build an eval set: `validation` or `test`."""
         part: Indices = getattr(self.split, name)
-        eval_set = build_eval_set(
+        eval_set = batches.build_eval_set(
             name,
             self.rows.select(part),
             self.table.labels[part],
-            batches=form_eval_batches(self.lengths[part], settings.eval_batch_size),
+            batches=batches.form_eval_batches(self.lengths[part], settings.eval_batch_size),
             collator=self.collator,
             world=world,
         )

@@ -12,7 +12,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch.nn.functional import cross_entropy
 
 from ..common.errors import UserError
-from ..data.sampler import BatchPlan, FullBatchSampler
+from ..data.batches import BatchPlan, FullBatchSampler
 from ..settings import Settings
 from ..strategies.optimization import Loss, mean_loss
 from .build import ReviewData

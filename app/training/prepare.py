@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.resume import Resume, check_compatible, find_resume
 from ..common.errors import AgreedError, UserError
 from ..common.machine import Arithmetic, device_name
-from ..data.loaders import EvalSet
-from ..data.sampler import BatchPlan
+from ..data.batches import BatchPlan, EvalSet
 from ..data.split import describe_duplicates
 from ..data.tokenize import hash_tokens
 from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks

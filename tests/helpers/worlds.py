@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from app.data.sampler import BatchPlan, plan_batches
+from app.data.batches import BatchPlan, plan_batches
 from app.distributed.world import Topology, World, create_node_groups
 from app.settings import Settings
 

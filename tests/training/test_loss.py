@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import UserError
-from app.data.sampler import BatchPlan, FullBatchSampler, plan_batches
+from app.data.batches import BatchPlan, FullBatchSampler, plan_batches
 from app.settings import Settings
 from app.training.loss import WeightedLoss, build_loss, class_weights
 

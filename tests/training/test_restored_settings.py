@@ -9,7 +9,7 @@ import torch
 from helpers.worlds import fake_world
 
 from app.checkpoint.resume import Resume
-from app.data.sampler import plan_batches
+from app.data.batches import plan_batches
 from app.settings import Settings
 from app.training import prepare
 from app.training.prepare import restore_settings
