@@ -28,9 +28,7 @@ OUT_OF_RANGE = [
 ]
 CONTRADICTIONS = {
     "--cpu_offload": "--cpu_offload needs --strategy zero3, not ddp",
-    "--cpu_offload --strategy=zero2": "--cpu_offload needs --strategy zero3, not zero2",
     "--ddp_comm_hook=bf16 --strategy=zero2": "--ddp_comm_hook bf16 needs --strategy ddp or zero1, not zero2",
-    "--ddp_comm_hook=power_sgd --strategy=zero3": "--ddp_comm_hook power_sgd needs --strategy ddp or zero1, not zero3",
     "--ddp_comm_hook=power_sgd --precision=fp16": "remove --precision fp16",
     "--ddp_comm_hook=power_sgd --ddp_find_unused_parameters": "remove --ddp_find_unused_parameters",
     "--param_dtype=bf16 --precision=bf16": "--param_dtype bf16 needs --strategy zero2 or zero3, not ddp",
@@ -42,15 +40,10 @@ CONTRADICTIONS = {
     "--early_stopping_patience=0 --validation_size=0.1": "--early_stopping_patience 0: must be greater",
     "--early_stopping_threshold=0.1": "--early_stopping_threshold needs --early_stopping_patience",
 }
-VALID = [
-    "--cpu_offload --strategy=zero3",
-    "--param_dtype=bf16 --strategy=zero2 --precision=bf16",
+VALID = [  # tests/launched/test_laws.py trains with most others
     "--param_dtype=bf16 --strategy=zero3 --precision=auto",
-    *(f"--reduce_dtype=bf16 --strategy=zero3 --precision={precision}" for precision in ("fp32", "fp16", "fp64")),
-    *(f"--ddp_comm_hook={h} --strategy=zero1 --ddp_find_unused_parameters --precision=fp16" for h in ("fp16", "bf16")),
+    "--ddp_comm_hook=bf16 --strategy=zero1 --ddp_find_unused_parameters --precision=fp16",
     *(f"--max_length=200 --pad_to_multiple_of={multiple}" for multiple in (1, 8, 100)),
-    *(f"--class_weights={weights}" for weights in ("balanced", "1,2.5", "1,2e-3,7")),
-    "--early_stopping_patience=1 --early_stopping_threshold=0.1 --validation_size=0.1 --label_smoothing_factor=0.9",
     "--model=runs/酒店\\é",
 ]
 

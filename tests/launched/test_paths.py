@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from helpers.architectures import write_model
 from helpers.jobs import SAMPLE_CSV
 from safetensors.torch import load_file
 
@@ -43,12 +42,6 @@ def test_reviews_and_classes_of_any_kind_are_read_back_from_predictions(fine_tun
     assert run.predictions["label"].tolist() == source["label"].loc[run.predictions["row"]].tolist()
     written = (tmp_path / "run" / "predictions.csv").read_text("utf-8")
     assert not [cell for cell in re.split("[,;\t\r\n]", written) if cell.strip('"').startswith(tuple("=+-@"))]
-
-
-def test_a_model_folder_without_weights_is_reported(fine_tune, review_csv, tmp_path, capsys):
-    write_model(tmp_path / "model", "distilbert")
-    fine_tune(f"--csv={review_csv()}", "--model=model")
-    assert "model, initialized from the seed" in capsys.readouterr().out
 
 
 @pytest.mark.launched

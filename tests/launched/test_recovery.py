@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.jobs import write_reviews
 from safetensors.torch import load_file
 
 import app.ddp_loop
@@ -24,24 +25,31 @@ from app.runs.schema import LOCK
 
 FLAGS = ["--train_batch_size=8", "--max_steps=8", "--validation_size=0.1", "--eval_strategy=steps", "--eval_steps=4"]
 FLAGS += ["--save_strategy=steps", "--save_steps=4", "--save_total_limit=9", "--load_best_model_at_end"]
-FLAGS += ["--metric_for_best_model=loss", "--logging_steps=1", "--disable_tqdm", "--use_cpu"]
+FLAGS += ["--metric_for_best_model=loss", "--logging_steps=1", "--disable_tqdm", "--use_cpu", "--threads=1"]
 
 
-@pytest.fixture(params=[app.ddp_loop, app.trainer_run], ids=["ddp_loop", "trainer_run"])
+@pytest.fixture(scope="module", params=[app.ddp_loop, app.trainer_run], ids=["ddp_loop", "trainer_run"])
 def path(request) -> ModuleType:
     return request.param
 
 
-@pytest.fixture
-def fine_tune(path, world, review_csv, tmp_path) -> Callable[..., Path]:
+@pytest.fixture(scope="module")
+def fine_tune(path, world, tmp_path_factory) -> Callable[..., Path]:
     """Train with a path in this process. The first argument is the run's folder."""
-    places = [f"--csv={review_csv(100)}", f"--cache_dir={tmp_path / 'cache'}"]
+    data = tmp_path_factory.mktemp("data")
+    write_reviews(data / "reviews.csv", 100)
+    places = [f"--csv={data / 'reviews.csv'}", f"--cache_dir={data / 'cache'}"]
 
     def run(folder: Path, *flags: str) -> Path:
         path.fine_tune(parse_settings([*FLAGS, *places, f"--output_dir={folder}", *flags]), world)
         return folder
 
     return run
+
+
+@pytest.fixture(scope="module")
+def finished(fine_tune, tmp_path_factory) -> Path:
+    return fine_tune(tmp_path_factory.mktemp("finished") / "run")
 
 
 def fail(*_: object, **__: object) -> None:
@@ -55,10 +63,10 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("place", ["another learning rate", "the first step", "the test evaluation"])
 def test_a_resumed_run_that_fails_before_its_first_step_is_done_loses_nothing(
-    path, fine_tune, tmp_path, monkeypatch, place
+    path, fine_tune, finished, tmp_path, monkeypatch, place
 ):
-    run, killed, copy = fine_tune(tmp_path / "run"), tmp_path / "killed", tmp_path / "copy"
-    shutil.copytree(run, killed)
+    killed, copy = tmp_path / "killed", tmp_path / "copy"
+    shutil.copytree(finished, killed)
     (killed / "metrics.json").unlink()
     with monkeypatch.context() as broken:
         if place == "the first step":  # of those after checkpoint-4, because the latest one is damaged
@@ -75,7 +83,7 @@ def test_a_resumed_run_that_fails_before_its_first_step_is_done_loses_nothing(
 
     shutil.copytree(killed, copy)  # the process that has failed still locks the run
     fine_tune(copy, "--resume_from_checkpoint=auto")
-    resumed, expected = content_of(copy), content_of(run)
+    resumed, expected = content_of(copy), content_of(finished)
     assert resumed.keys() == expected.keys()
     for name in ("predictions.csv", "evaluations.jsonl", "model/model.safetensors"):
         assert resumed[name] == expected[name], name
@@ -95,8 +103,11 @@ def test_the_model_of_a_run_has_its_best_weights(fine_tune, tmp_path):
     assert all(model[name].equal(kept[f"model.{name}"]) for name in same_shape)
 
 
-def test_a_checkpoint_that_its_own_run_removes_meanwhile_is_a_one_line_error(path, fine_tune, tmp_path, monkeypatch):
-    checkpoint, prepare = fine_tune(tmp_path / "run") / "checkpoints" / "checkpoint-4", path.prepare
+def test_a_checkpoint_that_its_own_run_removes_meanwhile_is_a_one_line_error(
+    path, fine_tune, finished, tmp_path, monkeypatch
+):
+    checkpoint = shutil.copytree(finished, tmp_path / "run") / "checkpoints" / "checkpoint-4"
+    prepare = path.prepare
 
     def prepare_late(*arguments: Any, **names: Any) -> Any:
         prepared = prepare(*arguments, **names)
@@ -108,20 +119,15 @@ def test_a_checkpoint_that_its_own_run_removes_meanwhile_is_a_one_line_error(pat
         fine_tune(tmp_path / "new", f"--resume_from_checkpoint={checkpoint}")
 
 
-def test_a_folder_to_which_another_job_has_written_meanwhile_is_refused(fine_tune, tmp_path, monkeypatch):
+def test_a_folder_to_which_another_job_has_written_meanwhile_is_refused(fine_tune, finished, tmp_path, monkeypatch):
     """The job has found that the folder does not exist, and gets its lock only after the other one has ended."""
-    other, late = fine_tune(tmp_path / "other"), tmp_path / "late"
+    late = tmp_path / "late"
 
     def lock_late(folder: Path) -> int:
-        shutil.copytree(other, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK))
+        shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK))
         return lock(folder)
 
     monkeypatch.setattr(app.training.prepare, "lock", lock_late)
     with pytest.raises(AgreedError, match=r"^--output_dir .*late: exists and is not an empty folder"):
         fine_tune(late)
-    assert content_of(late) == content_of(other)
-
-
-def test_a_read_only_folder_is_one_line(fine_tune, mount):
-    with pytest.raises(AgreedError, match="cannot be written: Read-only file system"):
-        fine_tune(mount("ro") / "run")
+    assert content_of(late) == content_of(finished)

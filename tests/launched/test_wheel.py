@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -79,20 +77,9 @@ def test_programs_name_the_installed_package_and_leave_downloads_in_the_users_ca
 
 
 @pytest.mark.slow
-def test_the_pytest_plugin_works_in_the_repository_of_a_user(installed, tmp_path):
-    test = tmp_path / "test_it.py"
-
-    def run(command: list[str], losses: list[float]) -> tuple[int, str]:
-        test.write_text(f"def test_it(trajectory):\n    trajectory('x', lambda: [{{'loss': x}} for x in {losses}])\n")
-        environment = os.environ | {"PYTHONPATH": str(installed)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout
-
-    pytest_command, losses = [sys.executable, "-m", "pytest"], [0.5, 0.25, 0.1]
-    commit = "git init -q && git add . && git -c user.name=x -c user.email=x@example.com commit -q -m x"
-    assert run(["sh", "-c", commit], losses)[0] == 0
-    assert run([*pytest_command, "--update-trajectories"], losses)[0] == 0
-    assert run(pytest_command, losses)[0] == 0
-    status, out = run(pytest_command, [0.5, 0.25, math.nextafter(0.1, 1)])
-    assert status == 1
-    assert re.search(r"first difference:\n +step +A +B\nloss +3 +0.1 +0.10000000000000002\n", out)
+def test_pytest_finds_the_plugin(installed, tmp_path):
+    """tests/test_pytest_plugin.py tries it in a repository."""
+    command = [sys.executable, "-m", "pytest", "--update-trajectories"]
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "--update-trajectories: needs a git repository" in done.stderr

@@ -99,6 +99,7 @@ def test_weights_come_from_the_folder_or_are_initialized_from_the_seed(folder):
     for model in ("tiny", folder("bert")):
         assert not differing(weights(model), weights(model))
         assert differing(weights(model), weights(model, seed=1))
+        assert load(model).origin.startswith(f"{model}, initialized from the seed")
     path = folder("electra", weights=True)
     stored = AutoModelForSequenceClassification.from_pretrained(path).state_dict()
     assert not differing(weights(path), stored)
