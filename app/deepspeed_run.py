@@ -17,9 +17,12 @@ from .setting_groups import CheckpointSettings, EvaluationSettings
 from .settings import TYPES
 
 # DeepSpeed's file decides on sharding, and this page has no checkpoints and no evaluations during training.
-LEFT_OUT = {"strategy", "cpu_offload", "ddp_comm_hook", "param_dtype", "reduce_dtype", "profile", "dry_run"}
-LEFT_OUT |= CheckpointSettings.__annotations__.keys() | EvaluationSettings.__annotations__.keys() - {"eval_batch_size"}
-LEFT_OUT.add("trace_tensors")  # whose tensors DeepSpeed keeps in forms of its own
+LEFT_OUT = {
+    *("strategy", "cpu_offload", "ddp_comm_hook", "param_dtype", "reduce_dtype", "profile", "dry_run"),
+    "trace_tensors",  # DeepSpeed keeps the tensors in forms of its own
+    *CheckpointSettings.__annotations__,
+    *(EvaluationSettings.__annotations__.keys() - {"eval_batch_size"}),
+}
 
 
 def add_arguments(parser: OneLineParser) -> None:

@@ -103,9 +103,8 @@ def arithmetic(device: torch.device) -> dict[str, str]:
 
 def describe_mixed(facts: Arithmetic) -> str | None:
     """Name the facts in which the ranks of a job differ; None if they agree."""
-    mixed = [f"{name} ({', '.join(values)})" for name, values in facts.items() if len(values) > 1]
-    line = f"the ranks differ in {', '.join(mixed)}: results depend on which rank computes which rows"
-    return line if mixed else None
+    mixed = ", ".join(f"{name} ({', '.join(values)})" for name, values in facts.items() if len(values) > 1)
+    return f"the ranks differ in {mixed}: results depend on which rank computes which rows" if mixed else None
 
 
 def cpu_name() -> str:

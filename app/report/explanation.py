@@ -14,10 +14,15 @@ from ..runs.reader import Run
 # The keys of settings.json that do not describe the training, and a setting of earlier versions: `bf16` is true if
 # `precision`, beside it, is "bf16".
 NO_SETTINGS = {"path", "launchers", "command", "date", "bf16", *OUTPUT}
-NEVER_A_CAUSE = {"wrapper", *WITHOUT_EFFECT}
-NEVER_A_CAUSE |= {f"model_config.{name}" for name in identity.WITHOUT_EFFECT}
-NAMES = {"world_size": "ranks", "logical_ranks": "logical ranks", "git_commit": "commit of this program"}
-NAMES |= {"model_commit": "commit of the model", "kernels.cpu": "CPU", "tokens_sha256": "tokens"}
+NEVER_A_CAUSE = {"wrapper", *WITHOUT_EFFECT, *(f"model_config.{name}" for name in identity.WITHOUT_EFFECT)}
+NAMES = {
+    "world_size": "ranks",
+    "logical_ranks": "logical ranks",
+    "git_commit": "commit of this program",
+    "model_commit": "commit of the model",
+    "kernels.cpu": "CPU",
+    "tokens_sha256": "tokens",
+}
 FIRST = ("world_size", "logical_ranks", "threads", "devices")  # in the order in which a reader asks about them
 IDENTICAL = "bitwise identical: every loss, gradient norm, prediction and weight"
 UNKNOWN_IF_NONE = ("git_commit", "model_commit", "threads")  # elsewhere None is a value, such as no dropout of its own

@@ -38,7 +38,8 @@ SHARDS = "state-{rank}-of-{size}.safetensors"  # what only that rank holds of we
 SCHEDULE, RUN_STATE = "schedule.json", "run_state.json"
 
 SETTINGS, SPLIT, METRICS = Path("settings.json"), Path("split.json"), Path("metrics.json")
-LOGS = STEPS, EVALUATIONS, TENSORS = Path("steps.jsonl"), Path("evaluations.jsonl"), Path("tensors.jsonl")
+STEPS, EVALUATIONS, TENSORS = Path("steps.jsonl"), Path("evaluations.jsonl"), Path("tensors.jsonl")
+LOGS = STEPS, EVALUATIONS, TENSORS
 
 
 def probability_column(class_name: str) -> str:
