@@ -93,8 +93,8 @@ class DeepSpeedTrainer(Trainer):
             **{name: getattr(run.settings, name) for name in OF_AN_UPDATE - {"max_grad_norm"}},
         )
         super().__init__(model=run.model, args=arguments, train_dataset=run.data.train_rows)
-        # If this were true, Trainer would multiply the loss of a classifier (huggingface/transformers#47688).
-        assert self.model_accepts_loss_kwargs is False
+        # Otherwise Trainer would multiply the loss of a classifier, as app/trainer_run.py explains.
+        self.model_accepts_loss_kwargs = False
         self.remove_callback(PrinterCallback)
         self.run, self.record = run, record
         self.losses: list[torch.Tensor] = []  # of the micro-batches of this step

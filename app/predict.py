@@ -87,7 +87,7 @@ from .record.results import predictions_as_csv
 from .runs.reader import read_object
 from .runs.schema import METRICS, MODEL_FOLDER, SETTINGS, SPLIT
 from .settings import Settings
-from .training.build import agree_on_tokens, check_rows, read_and_split
+from .training.build import agree_on_model, check_rows, read_and_split
 from .training.console import quiet_libraries
 
 Part = Literal["train", "validation", "test"]
@@ -131,7 +131,7 @@ def predict(task: Task, world: World) -> None:
         cache_dir = Path(settings.cache_dir) if task.texts is None else None
         rows = tokenize(with_classes, tokenizer, max_length, cache_dir=cache_dir)
         may_share = check_rows(settings.model, model.config, table, rows=rows, to_train=False)
-    agree_on_tokens(rows, tokenizer, world)
+    agree_on_model(model, rows, tokenizer, world=world)
     n_cut = int((lengths_of(rows) == max_length).sum()) if requested is None else 0
     cut = f"{n_cut} reviews have {max_length} tokens, to which longer ones are cut" if n_cut else None
     for line in filter(None, (*warnings, cut, describe_unknown(rows, tokenizer))) if world.is_main_process else ():

@@ -70,9 +70,10 @@ def fine_tune(settings: Settings, world: World) -> None:
             eval_dataset=prepared.eval_set.loader.dataset,
             processing_class=data.tokenizer,
         )
-        # If this were true, Trainer would multiply the loss and the gradients of a classifier by world size x
-        # accumulation steps (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
-        assert trainer.model_accepts_loss_kwargs is False
+        # Trainer assumes that a forward() with **kwargs divides the loss by num_items_in_batch. Classifiers do not, so
+        # Trainer would multiply the loss and the gradients by world size x accumulation steps
+        # (huggingface/transformers#47688), and `max_grad_norm` would clip inflated gradients.
+        trainer.model_accepts_loss_kwargs = False
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(RecordCallback(trainer, stop))
         train(trainer, prepared)

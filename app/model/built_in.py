@@ -149,8 +149,7 @@ def embeddings_of(
     recipe = [*versions, WINDOW, SMOOTHING, STANDARD_DEVIATION, HIDDEN_SIZE, tokenizer.backend_tokenizer.to_str()]
     path = cache_dir / f"embeddings-{Hasher.hash([*recipe, texts])}.npy"
     cached_file(path, lambda file: np.save(file, learn()))
-    embeddings: NDArray[np.float32] = np.load(path)
-    return embeddings
+    return np.load(path)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

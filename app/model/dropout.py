@@ -9,8 +9,8 @@ arithmetic gives the same bits on every device, with any number of threads.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -49,15 +49,11 @@ class RowDropout(TorchFunctionMode):
             rows: the positions in the global batch of the micro-batch's rows.
         """
         super().__init__()
+        seed_generators(seed, step, rows.start)
         self.seed, self.step, self.rows = seed, step, rows
         self.call = 0  # the number of the next dropout in this forward pass
         self.keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of CALLS dropouts at a time, (CALLS, rows)
         self.positions: dict[torch.Size, torch.Tensor] = {}
-
-    def __enter__(self) -> RowDropout:
-        seed_generators(self.seed, self.step, self.rows.start)
-        super().__enter__()
-        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917 (the caller's signature)
         if func is functional.dropout:
@@ -71,8 +67,7 @@ class RowDropout(TorchFunctionMode):
         if not training or p == 0:
             return input
         if not 0 < p < 1 or inplace or not 2 <= input.ndim <= 4 or len(input) != len(self.rows):
-            result: torch.Tensor = functional.dropout(input, p, training, inplace)
-            return result
+            return functional.dropout(input, p, training, inplace)
         dropped = min(round(p * LEVELS), LEVELS - 1)  # of LEVELS: not all of them, because the rest is scaled
         # The mask has the values 0 and -1, which the scale turns into 0 and 1 / (1 - p).
         return (input * self.mask(input, dropped)).mul_(-LEVELS / (LEVELS - dropped))
@@ -114,23 +109,14 @@ class RowDropout(TorchFunctionMode):
             self.positions[like.shape] = numbers * GOLDEN_RATIO
         return self.positions[like.shape]
 
-    @contextmanager
-    def again_from(self, call: int) -> Iterator[None]:
-        """A context in which a part of the forward pass, from dropout number `call` on, is repeated."""
-        self.call = call
-        super().__enter__()  # without seeding the generators: PyTorch restores their states
-        try:
-            yield
-        finally:
-            self.__exit__(None, None, None)
-
 
 def override_dropout(config: PretrainedConfig, probability: float) -> None:
     """Set every dropout probability in a config, by any name, but not LayerDrop, which skips whole layers."""
-    for name, value in config.to_dict().items():
-        is_number = value is None or (isinstance(value, float | int) and not isinstance(value, bool))
-        if is_number and ("dropout" in name or "pdrop" in name):
-            setattr(config, name, probability)
+    for name, value in [*vars(config).items()]:
+        if isinstance(value, PretrainedConfig):  # of an encoder, or of the text
+            override_dropout(value, probability)
+        elif type(value) in (float, int, type(None)) and ("dropout" in name or "pdrop" in name):
+            vars(config)[name] = probability  # in a field that may be an integer in its declaration
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -150,10 +136,9 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 def contexts_of_checkpointing() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a forward pass and of its repetition, for `torch.utils.checkpoint.checkpoint`."""
-    for mode in _get_current_function_mode_stack():
-        if isinstance(mode, RowDropout):
-            return nullcontext(), mode.again_from(mode.call)
-    return nullcontext(), nullcontext()
+    # A copy keeps the number of the next dropout.
+    repetitions = [copy(mode) for mode in _get_current_function_mode_stack() if isinstance(mode, RowDropout)]
+    return nullcontext(), repetitions[0] if repetitions else nullcontext()
 
 
 def hash_integers(numbers: torch.Tensor, first: Any, second: Any) -> torch.Tensor:

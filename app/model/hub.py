@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,7 +22,7 @@ from ..setting_groups import BUILT_IN, ModelSettings
 CONTENT = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # config, tokenizer and code
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # or the index of parts; the first kind is loaded
 # Weights of other formats or names.
-UNREAD = ("*.h5", "*.msgpack", "*.ckpt*", "*.safetensors", "*model*.bin", "*.gguf", "*.pt", "*.pth", "**/*.onnx")
+UNREAD = ("*.h5", "*.msgpack", "*.ckpt*", "**/*.safetensors", "**/*model*.bin", "*.gguf", "*.pt*", "*.npz", "**/*.onnx")
 SECONDS = 10  # that the Hub has to answer: snapshot_download itself would wait for as long as the system does
 
 
@@ -97,19 +98,20 @@ def fetch(auto_class: Any, settings: ModelSettings, **kwargs: Any) -> Any:
     except Exception as problem:
         # An unknown architecture, one without this head and each kind of damaged file raise other exceptions.
         what = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(auto_class.__name__, "model")
-        raise UserError(f"--model {settings.model}: its {what} cannot be loaded: {_reason(problem)}") from None
+        raise UserError(f"--model {settings.model}: its {what} cannot be loaded: {explain(problem)}") from None
 
 
-def _reason(problem: Exception) -> str:
+def explain(problem: Exception) -> str:
+    """Return why a model cannot be loaded, and what to do if that is known."""
     if "trust_remote_code" in str(problem):
         return "it is Python code in its repository: --trust_remote_code runs it, so read it first"
     if "tiktoken" in str(problem):  # which transformers tries last: hardly any classifier has its files
         return "it needs the package sentencepiece: pip install sentencepiece"
-    if "Padding_idx" in str(problem):
-        return "its tokenizer pads with a token id that its embeddings do not have"
     if isinstance(problem, pickle.UnpicklingError | EOFError):  # their own messages advise to run the code in the file
         return f"{WEIGHTS_NAME} (or a part of it) is damaged, or holds more than weights"
     line, name = first_line(problem), type(problem).__name__
+    if re.search("Flash ?Attention|attention implementation", line):
+        return f"choose another --attn_implementation: {line.partition(' yet. ')[0]}"
     # Most of the messages of Python's own errors, such as KeyError, need the name of the error.
     return line if isinstance(problem, OSError | ValueError | ImportError) or line == name else f"{name}: {line}"
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ OF_PRETRAINING = re.compile(
 def describe_config(config: PretrainedConfig) -> dict[str, Any]:
     """Return the content of a config in JSON types. Call it before a model is built, which may fill in values."""
     # A model's own config class may hold any objects. JSON has no infinity or NaN.
-    content: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str), parse_constant=str)
-    return content
+    return json.loads(json.dumps(config.to_dict(), default=str), parse_constant=str)  # type: ignore[no-any-return]
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -80,18 +80,30 @@ def unused_weights(found: Mapping[str, Any]) -> str | None:
 
 
 @torch.no_grad()
-def match_classes(model: PreTrainedModel, trained: Sequence[str], class_names: Sequence[str]) -> str | None:
-    """Permute the outputs of a trained head that has the classes of the data in another order, given by `trained`.
+def match_classes(model: PreTrainedModel, id2label: Mapping[int, Any], class_names: Sequence[str]) -> str:
+    """Permute the outputs of a trained head that has the classes of the data in another order, given by `id2label`.
 
     Returns:
-        The classes that the head was trained for, if they are others and have names; None otherwise.
+        A note on the classes that the head was trained for, if they are others and have names.
     """
+    trained = [str(id2label[index]) for index in sorted(id2label)]
     before, now = ([name.casefold() for name in names] for names in (trained, class_names))
     if before == now or ({*before} != {*now} and trained == [f"LABEL_{index}" for index in range(len(trained))]):
-        return None
-    heads = [layer for layer in model.modules() if getattr(layer, "out_features", None) == len(now)]
+        return ""
+    heads = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == len(now)]
+    if type(model).__module__.startswith("transformers_modules."):  # code from its folder, with any kind of head
+        heads = [layer for layer in heads if returns_logits(layer, model)]
     if len({*before} & {*now}) < max(len(before), len(now)) or len(heads) != 1:
-        return list_names(trained)
+        return f"; its head was trained for the classes {list_names(trained)}"
     for parameter in heads[0].parameters():
         parameter.copy_(parameter[[before.index(name) for name in now]])
-    return None
+    return ""
+
+
+def returns_logits(layer: torch.nn.Linear, model: PreTrainedModel) -> bool:
+    """Tell whether the logits of a classifier are outputs of a layer, for one of their tokens."""
+    outputs: list[torch.Tensor] = []
+    with suppress(Exception), layer.register_forward_hook(lambda module, inputs, output: outputs.append(output)):
+        logits = model(input_ids=model.dummy_inputs["input_ids"][:1])[0]
+        return any((output == logits).all(dim=-1).any() for output in outputs)
+    return False  # the model cannot compute them, for example because its kernels need a GPU

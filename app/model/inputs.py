@@ -8,7 +8,7 @@ without waiting.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..distributed.world import World
+from ..settings import Settings
+from .hub import first_line
 
 # Modules of transformers in which a classifier uses the mask for bidirectional attention only: it builds a mask of four
 # dimensions from it, unless it gets one, and none if there is no padding.
@@ -29,48 +31,65 @@ BIDIRECTIONAL = {
 # Models with local attention build a second mask, but they too compute the same without a mask as with one that masks
 # nothing.
 ENCODERS = BIDIRECTIONAL | {"transformers.models.modernbert.modeling_modernbert"}
+TEXTS = ("0 1 2 3 4 5 6 7", "7 5 3")
 
 
-def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_length: int) -> bool:
-    """Make the tokenizer return what a model accepts, padded where it changes no logits; tell if there is such a side.
+def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, settings: Settings) -> str | None:
+    """Make the tokenizer return the inputs that a model accepts, padded on the side where that changes no logits.
 
-    An input that is not named may be rejected or misinterpreted, but code from a model's folder may pass on any inputs.
+    Unless the settings name an attention implementation, a model whose logits are others in eager attention gets sdpa.
     With absolute positions, padding belongs on the right, whatever the tokenizer's configuration says. XLNet, which has
     relative ones, reads its logits from the last position. Convolutions and FNet see the padding on both sides.
+
+    Returns:
+        What the logits depend on besides the text, None for nothing else.
+
+    Raises:
+        UserError: The model cannot compute logits, or they do not depend on the text.
     """
     accepted = inspect.signature(model.forward).parameters
-    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    passes_on &= type(model).__module__.startswith("transformers_modules.")
-    names = [name for name in tokenizer.model_input_names if passes_on or name in accepted]
+    # Models of transformers also accept any keyword, but ignore or misinterpret an input that they do not name.
+    has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    takes_any = has_kwargs and type(model).__module__.startswith("transformers_modules.")
+    names = [name for name in tokenizer.model_input_names if takes_any or name in accepted]
     if "input_ids" not in names:
-        raise UserError(f"--model {model.name_or_path}: its forward() does not accept input_ids")
+        raise UserError(f"--model {settings.model}: its forward() does not accept input_ids")
     tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # written by save_pretrained
-    row = {name: [value] for name, value in tokenizer("0 1 2 3 4 5 6 7").items()}
-    width = len(row["input_ids"][0])
 
-    def logits(width: int, side: str) -> torch.Tensor:
-        options: Any = {"padding": "max_length", "max_length": width, "padding_side": side, "return_tensors": "pt"}
-        return model(**tokenizer.pad(row, **options))[0].double()  # type: ignore[no-any-return]
+    def logits(text: str, side: str = "right", paddings: Sequence[int] = (0,)) -> torch.Tensor:
+        row = {name: [value] for name, value in tokenizer(text).items()}
+        options: Any = {"padding": "max_length", "padding_side": side, "return_tensors": "pt"}
+        widths = [len(row["input_ids"][0]) + padding for padding in paddings]
+        return torch.cat([model(**tokenizer.pad(row, max_length=width, **options))[0].double() for width in widths])
 
-    tokenizer.padding_side = "right"
     model.eval()  # as `from_pretrained` leaves it; a training step selects its mode itself
+    # Beyond this length, which the probe does not reach, two kinds of rotary embeddings have other frequencies.
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    switches_at = rope.get("original_max_position_embeddings") or settings.max_length
+    switches = rope.get("rope_type") in ("dynamic", "longrope") and settings.max_length > switches_at
+    alone = other = torch.zeros(1)
+    side: str | None = "right"
     try:
-        # Beyond this length, which the probe does not reach, two kinds of rotary embeddings have other frequencies.
-        rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-        switches_at = rope.get("original_max_position_embeddings", max_length)
-        if rope.get("rope_type") in ("dynamic", "longrope") and max_length > switches_at:
-            return False
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            alone = logits(width, "right")
+            is_eager = settings.attn_implementation is None and model.config._attn_implementation == "eager"
+            if is_eager and model._supports_sdpa:
+                # Falcon's eager attention adds ALiBi twice, Gemma's is causal even if its config says otherwise, and in
+                # fp64 ModernBERT's has a softmax in fp32, in which the mask of padding overflows to NaN.
+                eager, model.config._attn_implementation = logits(TEXTS[0], "right", (0, 3)), "sdpa"
+                if (logits(TEXTS[0], "right", (0, 3)) - eager).abs().max() <= 1e-3 * eager.abs().max():
+                    model.config._attn_implementation = "eager"
+            alone, other = logits(TEXTS[0]), logits(TEXTS[1])
             rounding = 100 * torch.finfo(torch.float32).eps * float(alone.abs().max())
-            for side in ("right", "left"):
-                padded = torch.cat([logits(longer, side) for longer in (width + 1, width + 3, 2 * width)])
-                if (padded - alone).abs().max() <= rounding:
-                    tokenizer.padding_side = side
-                    return True
+            padded = ((side, logits(TEXTS[0], side, (1, 3, 10))) for side in ("right", "left"))
+            side = next((side for side, found in padded if (found - alone).abs().max() <= rounding), None)
+    except (AttributeError, KeyError, TypeError) as problem:
+        raise UserError(f"--model {settings.model}: its forward() fails: {first_line(problem)}") from None
     except Exception:  # a token that the model does not have, which `check_rows` reports, or kernels for GPUs only
-        return True
-    return False
+        side = "right"
+    if alone.equal(other) and alone.any() and len({tuple(tokenizer(text)["input_ids"]) for text in TEXTS}) > 1:
+        raise UserError(f"--model {settings.model}: its logits are the same for every text")
+    tokenizer.padding_side = side or "right"
+    return None if side and not switches else "its logits depend on how far a batch is padded"
 
 
 def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: World) -> dict[str, torch.Tensor]:

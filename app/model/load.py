@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from ..setting_groups import BUILT_IN, TINY, ModelSettings
 from ..settings import Settings
 from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_tokenizer
 from .dropout import override_dropout
-from .hub import UNREAD, WEIGHTS, fetch, first_line
+from .hub import UNREAD, WEIGHTS, explain, fetch
 from .identity import check_only_head_is_new, describe_config, match_classes, unused_weights
 from .inputs import match_tokenizer
 
@@ -49,6 +49,7 @@ class Classifier:
     model: PreTrainedModel
     origin: str  # of the weights, for the startup message
     config: dict[str, Any]  # from `describe_config`
+    tokens_sha256: str = ""  # of the tokens that it is trained on
 
 
 def load_tokenizer(
@@ -59,6 +60,9 @@ def load_tokenizer(
     Args:
         train_texts: None to predict with a trained model.
         cache_dir: Keeps what is learned, for later calls with the same rows.
+
+    Raises:
+        UserError: The tokenizer cannot be loaded or cannot pad, or the cache folder cannot be written.
     """
     if settings.model in BUILT_IN and train_texts is not None:
         return learn_tokenizer(train_texts, VOCABULARY_SIZES[settings.model], cache_dir)
@@ -79,7 +83,7 @@ def load_tokenizer(
         raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
     # `tokenize` keeps the inputs in this list. RoCBERT's tokenizer returns more than it lists.
     tokenizer.model_input_names = [*dict.fromkeys((*tokenizer.model_input_names, *tokenizer("0"), "attention_mask"))]
-    if train_texts is not None and config.is_encoder_decoder:
+    if train_texts is not None and config.is_encoder_decoder and not config.model_type.startswith("t5gemma"):
         # Such a model classifies the end of a text, and needs exactly one: "</s>" in a review is plain text.
         tokenizer.split_special_tokens = tokenizer.init_kwargs["split_special_tokens"] = True
     return tokenizer
@@ -88,7 +92,11 @@ def load_tokenizer(
 def classifier_config(
     settings: Settings, class_names: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, device: torch.device = CPU
 ) -> PretrainedConfig:
-    """Return the model's config, with a head for the classes of the data and the attention for the device."""
+    """Return the model's config, with a head for the classes of the data and the attention for the device.
+
+    Raises:
+        UserError: The config cannot be loaded, contradicts the tokenizer, or cannot be trained with these settings.
+    """
     if settings.model in BUILT_IN:
         config = built_in_config(settings.model, len(tokenizer), tokenizer.pad_token_id)
     else:
@@ -145,9 +153,8 @@ def load_classifier(
         new = check_only_head_is_new(settings.model, model, found)
         own = fetch(AutoConfig, settings)
         origin += f"; new weights: {', '.join(new)}" if new else ""
-        if all("pooler" in weight for weight in new):
-            others = match_classes(model, [str(own.id2label[index]) for index in sorted(own.id2label)], class_names)
-            origin += f"; its head was trained for the classes {others}" if others else ""
+        if not any(weight.endswith("weight") and "pooler" not in weight for weight in new):
+            origin += match_classes(model, own.id2label, class_names)
             origin += f"; its head was trained for {kind}" if (kind := own.problem_type) not in KINDS else ""
         origin += f"; unused weights: {unused}" if (unused := unused_weights(found)) else ""
     else:
@@ -156,13 +163,8 @@ def load_classifier(
         model = build_from_config(settings, config)
     if embeddings is not None:
         initialize(model, embeddings)
-    # Trainer assumes that a forward() with **kwargs normalizes the loss by num_items_in_batch. Classification heads do
-    # not, so it would multiply loss and gradients by world size x accumulation steps (huggingface/transformers#47688).
-    model.accepts_loss_kwargs = False
-    model.register_forward_hook(_make_gradients_nan_if_loss_is_nonfinite)
     model.to(training_dtype(settings.precision))
-    if not match_tokenizer(tokenizer, model, settings.max_length):
-        origin += "; its logits depend on how far a batch is padded"
+    origin += f"; {depends}" if (depends := match_tokenizer(tokenizer, model, settings)) else ""
     if tokenizer.pad_token in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token):
         origin += f"; padded with its token {tokenizer.pad_token}"
     origin += "; with full attention" if getattr(config, "attention_type", None) == "original_full" else ""
@@ -184,8 +186,7 @@ def load_trained(
     if name in BUILT_IN:
         raise UserError(f"`{name}` is untrained: name the folder of a run, a model folder, or a model on the Hub")
     tokenizer, config = load_tokenizer(settings, None), fetch(AutoConfig, settings)
-    names = config.id2label or {}
-    if len(names) < 2 or config.problem_type not in KINDS:
+    if len(config.id2label or ()) < 2 or config.problem_type not in KINDS:
         raise UserError(f"{name}: is not a classifier that predicts one of several classes")
     select_attention(config, settings, device)
     # A classifier that reads its last token looks for the last one before this token.
@@ -199,8 +200,7 @@ def load_trained(
     if missing := new or sorted(found["missing_keys"]):
         remedy = f", but {unused}" if unused else "; train it first"
         raise UserError(f"{name}: is not a trained classifier: it has no {missing[0]} that fits its config{remedy}")
-    matches = match_tokenizer(tokenizer, model, usable_length(config, tokenizer, None))
-    depends = None if matches else "its logits depend on how far a batch is padded"
+    depends = match_tokenizer(tokenizer, model, replace(settings, max_length=usable_length(config, tokenizer, None)))
     return model.to(device).eval(), tokenizer, [depends, unused and f"unused weights: {unused}"]
 
 
@@ -223,17 +223,12 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
     """
     if getattr(config, "attention_type", None) == "block_sparse":
         config.attention_type = "original_full"  # to which a BigBird changes for good at its first short batch
-    chosen = settings.attn_implementation or getattr(config, "_attn_implementation", None)
     if config.model_type == "reformer":
         problem = "recomputes layers with other dropout masks, and its LSH attention depends on its first batch"
         raise UserError(f"--model {settings.model}: a Reformer {problem}")
-    if config.model_type == "modernbert" and settings.precision == "fp64":
-        # Its eager attention computes the softmax in fp32, in which fp64's mask of padding overflows to NaN.
-        chosen = chosen or "sdpa"
+    chosen = settings.attn_implementation or getattr(config, "_attn_implementation", None)
     fused_is_fast = settings.dropout == 0 and settings.precision in {"fp32", "fp64"}
-    if chosen is None and device.type == "cpu" and not fused_is_fast:
-        chosen = "eager"
-    config._attn_implementation = chosen
+    config._attn_implementation = chosen or ("eager" if device.type == "cpu" and not fused_is_fast else None)
 
 
 def is_pretrained(model: str) -> bool:
@@ -242,8 +237,8 @@ def is_pretrained(model: str) -> bool:
         return False
     folder = Path(model)
     pretrained = not folder.is_dir() or any(any(folder.glob(name)) for name in WEIGHTS)
-    if not pretrained and (others := sorted(path.name for name in UNREAD for path in folder.glob(name))):
-        raise UserError(f"--model {model}: its weights in {others[0]} are not read: save them as model.safetensors")
+    if not pretrained and (others := sorted(path for name in UNREAD for path in folder.glob(name))):
+        raise UserError(f"--model {model}: weights in {others[0]} are not read: save them as {model}/model.safetensors")
     return pretrained
 
 
@@ -257,17 +252,7 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
     try:
         return AutoModelForSequenceClassification.from_config(config, **options)  # type: ignore[no-any-return]
     except Exception as problem:
-        raise UserError(f"--model {settings.model}: {first_line(problem)}") from None
-
-
-def _make_gradients_nan_if_loss_is_nonfinite(model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-    """Make every gradient NaN if the loss is not finite, so that all ranks detect it in the gradient norm.
-
-    An infinite loss can have finite gradients (cross-entropy of logits that are far apart). A finite loss is multiplied
-    by 1.0, which leaves its bits unchanged.
-    """
-    if isinstance(outputs, dict) and outputs.get("loss") is not None:  # remote code may return a tuple
-        outputs["loss"] = outputs["loss"] * (1 + 0 * outputs["loss"].detach())
+        raise UserError(f"--model {settings.model}: {explain(problem)}") from None
 
 
 def usable_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, requested: int | None) -> int:
@@ -276,11 +261,11 @@ def usable_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, 
     Raises:
         UserError: the model accepts fewer tokens than requested.
     """
-    config, limit = config.get_text_config(), tokenizer.model_max_length
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if positions and positions > 0:
+    name, config, limit = tokenizer.name_or_path, config.get_text_config(), tokenizer.model_max_length
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    if (positions := next(filter(None, found), 0)) > 0:
         pad = 1 if config.model_type == "mpnet" else getattr(config, "pad_token_id", None) or 0
         limit = int(positions) - (pad + 1 if config.model_type in OFFSET_POSITIONS else 0)
     if requested is not None and requested > limit:
-        raise UserError(f"--max_length {requested}: the model accepts at most {limit} tokens")
+        raise UserError(f"--max_length {requested}: {name or 'the model'} accepts at most {limit} tokens")
     return requested or min(limit, tokenizer.model_max_length)

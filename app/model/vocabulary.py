@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 USED_AT_MOST = 0.9  # of all tokens; with more, trimming the matrix would save very little
-_ATTRIBUTE = "trimmed_vocabulary"
 
 
 @dataclass
@@ -58,7 +57,7 @@ class TrimmedVocabulary:
 
 def trimmed_vocabulary(model: torch.nn.Module) -> TrimmedVocabulary | None:
     """Return what `trim_vocabulary` has kept; None if the model has all rows."""
-    return getattr(model, _ATTRIBUTE, None)
+    return getattr(model, "trimmed_vocabulary", None)
 
 
 @torch.no_grad()
@@ -89,7 +88,7 @@ def trim_vocabulary(model: PreTrainedModel, tokens: NDArray[np.int64], *, keep_u
         # A module's buffers are moved to its device; this one is not part of the model's state.
         module.register_buffer("positions", positions, persistent=False)
         module.register_forward_pre_hook(_look_up, with_kwargs=True)
-    setattr(model, _ATTRIBUTE, TrimmedVocabulary(names, used, unused, weight.shape[1], rows))
+    model.trimmed_vocabulary = TrimmedVocabulary(names, used, unused, weight.shape[1], rows)  # type: ignore[assignment]
 
 
 def embeddings_to_trim(model: PreTrainedModel, n_used: int) -> list[torch.nn.Embedding]:
@@ -104,9 +103,8 @@ def embeddings_to_trim(model: PreTrainedModel, n_used: int) -> list[torch.nn.Emb
     size = getattr(model.config.get_text_config(), "vocab_size", None)
     if weight is None or not weight.requires_grad or len(weight) != size or n_used > USED_AT_MOST * size:
         return []
-    owners = [module for module in model.modules() if any(p is weight for p in module._parameters.values())]
-    embeddings = [module for module in owners if isinstance(module, torch.nn.Embedding)]
-    return embeddings if embeddings == owners else []
+    owners: list[Any] = [module for module in model.modules() if any(p is weight for p in module._parameters.values())]
+    return owners if all(isinstance(module, torch.nn.Embedding) for module in owners) else []
 
 
 def _look_up(module: Any, args: Any, kwargs: dict[str, torch.Tensor]) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
@@ -128,8 +126,7 @@ def tokens_of_model(
 
 def complete_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a model's state dict with the rows of all tokens. Call it on rank 0, with a complete state dict."""
-    vocabulary = trimmed_vocabulary(model)
-    if vocabulary is None:
+    if (vocabulary := trimmed_vocabulary(model)) is None:
         return dict(state)
     assert vocabulary.rows is not None
     trained = state[vocabulary.names[0]]

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithPadding, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..data import batches
@@ -125,8 +126,7 @@ def build_data(settings: Settings, world: World) -> ReviewData:
         table, split, plan = read_and_split(settings, world.size, cache_dir)
     versions = {library.__name__: library.__version__.partition("+")[0] for library in (torch, transformers)}
     check_equal(versions, world, remedy="install the same versions on every node")
-    rows_hash = {"rows with the split fingerprint": split.fingerprint[:12]}
-    check_equal(rows_hash, world, remedy="give every node the same reviews")
+    check_equal({"rows with the fingerprint": split.fingerprint[:12]}, world, remedy="give every node the same reviews")
     commit = broadcast_object(partial(resolve_commit, settings), world)
     texts = table.sample_texts(split.train)
     with local_main_process_first(world):
@@ -167,15 +167,19 @@ def build_model(settings: Settings, data: ReviewData, world: World) -> Classifie
         trim_vocabulary(classifier.model, used, keep_unused=world.is_main_process)
         if settings.activation_checkpointing:
             checkpoint_activations(classifier.model)
-    agree_on_tokens(data.rows, data.tokenizer, world)
-    return classifier
+    return replace(classifier, tokens_sha256=agree_on_model(classifier.model, data.rows, data.tokenizer, world=world))
 
 
-def agree_on_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
-    """Make all ranks pad on the side that rank 0 has found, and check that they have the same tokens. Collective."""
+def agree_on_model(model: PreTrainedModel, rows: Dataset, tokenizer: PreTrainedTokenizerBase, *, world: World) -> str:
+    """Give all ranks rank 0's weights and padding side. Check that their tokens are equal, and return their hash."""
     tokenizer.padding_side = broadcast_object(lambda: tokenizer.padding_side, world)  # it depends on rounding
-    facts = {"tokens with the hash": hash_tokens(rows, tokenizer)[:12]}
+    tokens = hash_tokens(rows, tokenizer)
+    facts = {"tokens with the hash": tokens[:12], "number of parameters": model.num_parameters()}
     check_equal(facts, world, remedy="give every node the same files of the model")
+    if world.size > world.local_size:  # each node has loaded the weights from its own files
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, src=0, group=world.control_group)
+    return tokens
 
 
 def check_rows(model: str, config: PretrainedConfig, table: ReviewTable, *, rows: Dataset, to_train: bool) -> bool:
@@ -215,11 +219,10 @@ def check_equal(facts: Mapping[str, object], world: World, *, remedy: str) -> No
     Raises:
         AgreedError: names a rank that differs from rank 0, and all facts in which it does.
     """
-    by_rank = all_gather_object(facts, world)
+    first, *others = all_gather_object(facts, world)
     with raise_on_all_ranks(world):
-        for rank, mine in enumerate(by_rank):
-            pairs = [(name, value, by_rank[0][name]) for name, value in mine.items()]
-            if differing := [f"{name} {value} (rank 0: {first})" for name, value, first in pairs if value != first]:
+        for rank, mine in enumerate(others, 1):
+            if differing := [f"{k} {v} (rank 0: {first[k]})" for k, v in mine.items() if v != first[k]]:
                 raise UserError(f"rank {rank} has {', '.join(differing)}: {remedy}")
 
 

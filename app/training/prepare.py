@@ -19,7 +19,6 @@ from ..common.errors import AgreedError, UserError
 from ..common.machine import Arithmetic, device_name
 from ..data.batches import BatchPlan, EvalSet
 from ..data.split import describe_duplicates
-from ..data.tokenize import hash_tokens
 from ..distributed.collectives import all_gather_object, broadcast_object, gather_arithmetic, raise_on_all_ranks
 from ..distributed.world import World
 from ..jobs import BLOCKS
@@ -101,7 +100,7 @@ def prepare(path_name: str, requested: Settings, world: World) -> Preparation:
         "model_commit": data.commit,
         "model_config": classifier.config,
         "model_code_sha256": hash_code(settings.model, settings.trust_remote_code),
-        "tokens_sha256": hash_tokens(data.rows, data.tokenizer),
+        "tokens_sha256": classifier.tokens_sha256,
     }
     with raise_on_all_ranks(world):
         loss = build_loss(settings, data)

@@ -109,7 +109,7 @@ MISTAKES = {
     "--train_batch_size=30": "--train_batch_size 30",
     "--output_dir=full": "full",
     # of some ranks
-    "--csv=other-rows-{rank}.csv": "rank 2 has rows with the split fingerprint ",
+    "--csv=other-rows-{rank}.csv": "rank 2 has rows with the fingerprint ",
     "--csv=missing-on-one-{rank}.csv": "rank 1: ",
     "--learning_rate=0.00{rank}1": "--learning_rate 0.0011 (rank 0: 0.0001)",
 }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
-from transformers import BertConfig
+import pytest
+import torch
+from helpers.architectures import SMALL
+from transformers import BertConfig, BertForSequenceClassification
 
-from app.model.identity import describe_config, hash_code
+from app.model.identity import describe_config, hash_code, match_classes
 
 
 def test_a_config_with_values_that_json_does_not_have_can_be_recorded():
@@ -22,3 +25,17 @@ def test_the_code_of_a_model_counts_only_if_it_is_run(tmp_path):
     assert hash_code(str(tmp_path), True) not in (before, None)
     assert hash_code(str(tmp_path), False) is None
     assert hash_code("org/name", True) is None
+
+
+class CodeOfAFolder(BertForSequenceClassification):
+    __module__ = "transformers_modules.model"
+
+
+@pytest.mark.parametrize(("last", "known"), [(torch.nn.Linear(3, 3), True), (torch.nn.LayerNorm(3), False)])
+def test_only_a_layer_of_a_models_own_code_that_returns_the_logits_is_permuted(last, known):
+    model, ids = CodeOfAFolder(BertConfig(**SMALL, num_labels=3)).eval(), torch.tensor([[2, 5, 6, 7, 3]])
+    model.classifier = torch.nn.Sequential(torch.nn.Linear(32, 3), last)
+    before = model(ids).logits
+    note = "" if known else "; its head was trained for the classes 'c', 'a', 'b'"
+    assert match_classes(model, {0: "c", 1: "a", 2: "b"}, "abc") == note
+    assert model(ids).logits.equal(before[:, [1, 2, 0]] if known else before)

@@ -119,6 +119,28 @@ def test_rotary_embeddings_that_change_with_the_length_of_a_batch_are_named(tmp_
     assert origin.endswith("; its logits depend on how far a batch is padded") is (max_length > 40)
 
 
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({"model_type": "gemma", "head_dim": 16}, "eager"),
+        ({"model_type": "gemma", "head_dim": 16, "use_bidirectional_attention": True}, "sdpa"),
+        ({"model_type": "falcon", "alibi": False}, "eager"),
+        ({"model_type": "falcon", "alibi": True}, "sdpa"),  # transformers' eager attention adds it twice
+    ],
+)
+def test_a_model_with_other_logits_in_eager_attention_keeps_the_attention_of_pipeline(tmp_path, changes, chosen):
+    path, ids = write_model(tmp_path / "model", "bert"), torch.tensor([[2, 5, 6, 7, 3]])
+    edit_json(path / "config.json", num_key_value_heads=2, initializer_range=0.3, **changes)
+    AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
+    expected = AutoModelForSequenceClassification.from_pretrained(path).eval()(ids).logits
+    for requested in (None, "eager"):
+        settings = Settings(model=str(path), max_length=32, attn_implementation=requested)
+        model = load_classifier(settings, "ab", load_tokenizer(settings, [])).model
+        assert model.config._attn_implementation == (requested or chosen)
+        agrees = torch.allclose(model(ids).logits, expected, rtol=1e-4, atol=1e-6)
+        assert agrees is (requested is None or chosen == "eager")
+
+
 class WithoutHostReads(TorchDispatchMode):
     """Refuse operations for whose result the host would wait on a GPU."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +15,14 @@ import torch
 from helpers.architectures import CONFIGS, write_model
 from helpers.run_folders import edit_json
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+)
 
 from app.common.errors import UserError
 from app.model.dropout import override_dropout
@@ -24,6 +30,7 @@ from app.model.load import Classifier, is_pretrained, load_classifier, load_toke
 from app.settings import Settings
 
 TEXTS = ["差，第一次好。", "好。第2次"] * 20
+MPT = {"model_type": "mpt", "n_heads": 2, "max_position_embeddings": None, "max_seq_len": 16}
 LAYERDROP, REFORMER = {"layerdrop": 0.1}, {"model_type": "reformer", "attn_layers": ["local"], "axial_pos_embds": False}
 
 
@@ -62,10 +69,8 @@ def test_any_architecture_becomes_a_classifier_for_the_classes_of_the_data(folde
     tokenizer = load_tokenizer(settings, TEXTS)
     classifier = load_classifier(settings, ["bad", "good", "mixed"], tokenizer)
     model = classifier.model
-    assert json.loads(json.dumps(classifier.config, allow_nan=False)) == classifier.config
     assert is_pretrained(settings.model) is weights
     assert model.config.id2label == {0: "bad", 1: "good", 2: "mixed"}
-    assert model.accepts_loss_kwargs is False, "Trainer would inflate loss and gradients"
     # Trainer would change special tokens later, when the embeddings have their `padding_idx`.
     assert model.get_input_embeddings().padding_idx in (None, tokenizer.pad_token_id)
     for special in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -76,7 +81,6 @@ def test_any_architecture_becomes_a_classifier_for_the_classes_of_the_data(folde
     assert ("attention_mask" in batch) == (name != "fnet"), "padding would count as text"
     outputs = [model.train()(**batch, labels=torch.tensor([0, 1, 2, 0])) for _ in range(2)]
     assert outputs[0].logits.shape == (4, 3)
-    assert outputs[0].loss.ndim == 0
     assert torch.equal(outputs[0].logits, outputs[1].logits), "something is dropped"
 
 
@@ -87,6 +91,8 @@ def test_layerdrop_and_switches_are_not_overridden_as_dropout(folder):
     override_dropout(config, 0.3)
     assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob, config.classifier_dropout) == (0.3,) * 3
     assert (config.encoder_layerdrop, config.use_dropout_anywhere) == (0.2, True)
+    override_dropout(pair := AutoConfig.for_model("t5gemma"), 0.3)
+    assert (pair.encoder.dropout_rate, pair.decoder.attention_dropout, pair.classifier_dropout_rate) == (0.3,) * 3
 
 
 def test_weights_come_from_the_folder_or_are_initialized_from_the_seed(folder):
@@ -108,28 +114,18 @@ def test_weights_come_from_the_folder_or_are_initialized_from_the_seed(folder):
     assert not differing(weights(path, classes="abcde"), weights(path, classes="abcde"))
 
 
-@pytest.mark.parametrize("spread", [6e38, 1.0])
-def test_an_infinite_loss_makes_the_gradient_norm_nonfinite_and_a_finite_loss_is_unchanged(folder, spread):
-    model = load(folder(), dropout=0.0).model
-    with torch.no_grad():
-        model.classifier.bias.copy_(torch.tensor([spread / 2, -spread / 2]))
-    outputs = model(torch.tensor([[2, 5, 3]]), labels=torch.tensor([1]))
-    assert outputs.loss.equal(torch.nn.functional.cross_entropy(outputs.logits, torch.tensor([1]))) == (spread == 1.0)
-    outputs.loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert torch.isfinite(norm) == (spread == 1.0)
-
-
 # An architecture, changes of its config, settings, and the message. Add a row for another model that cannot be trained.
 MISTAKES = [
     ("bert", LAYERDROP, {}, "use --strategy ddp or zero1 with --ddp_find_unused_parameters"),
     ("bert", LAYERDROP, {"ddp_find_unused_parameters": True, "strategy": "zero3"}, "use --strategy ddp or zero1"),
     ("roberta", {}, {"max_length": 66}, "accepts at most 65"),  # its positions start after the padding id, 0
-    ("fnet", {}, {"attn_implementation": "sdpa"}, r"FNet\w+ does not support an attention implementation"),
+    ("fnet", {}, {"attn_implementation": "sdpa"}, r"another --attn_implementation: FNet\w+ does not"),
     ("roberta", {"model_type": "layoutlmv3"}, {"max_length": 66}, "accepts at most 65"),
     ("roberta", {"model_type": "mpnet"}, {"max_length": 65}, "accepts at most 64"),  # they start at 2
-    ("bert", {}, {"attn_implementation": "flash_attention_2"}, "the package for FlashAttention2 .* be installed"),
+    ("bert", MPT, {}, "accepts at most 16"),
+    ("bert", {}, {"attn_implementation": "flash_attention_2"}, "another --attn_implementation: FlashAttention2"),
     ("bert", REFORMER, {}, "a Reformer recomputes layers with other dropout masks"),
+    ("bert", {"model_type": "mra"}, {}, "logits are the same for every text"),  # it needs a CUDA kernel
 ]
 
 
@@ -137,6 +133,11 @@ MISTAKES = [
 @pytest.mark.parametrize(("name", "changes", "settings", "message"), MISTAKES)
 def test_a_model_that_cannot_be_trained_is_one_line(folder, name, weights, changes, settings, message):
     assert re.search(message, error_message(folder(name, weights, **changes), **settings))
+
+
+def test_a_model_whose_code_fails_is_one_line(folder, monkeypatch):
+    monkeypatch.setattr(BertModel, "forward", lambda *_, **__: len(0))
+    assert "its forward() fails: object of type 'int'" in error_message(folder("bert"))
 
 
 def test_files_and_impossible_names_are_no_models(tmp_path):
@@ -156,9 +157,10 @@ EVIL = '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}'
         ("pytorch_model.bin", pickle.dumps(error_message), "is damaged, or holds more than weights"),
         ("model.safetensors.index.json", '{"metadata": {}, "weight_map": {}}', "its model cannot be loaded"),
         ("model.safetensors", b"garbage", "its model cannot be loaded"),
-        ("tf_model.h5", b"weights", "its weights in tf_model.h5 are not read: save them as model.safetensors"),
-        ("model-q8_0.gguf", b"weights", "its weights in model-q8_0.gguf are not read"),
-        ("onnx/model.onnx", b"weights", "its weights in model.onnx are not read"),
+        ("tf_model.h5", b"weights", r"weights in \S+/tf_model.h5 are not read: save them as \S+/model.safetensors"),
+        ("model-q8_0.gguf", b"weights", r"weights in \S+/model-q8_0.gguf are not read"),
+        ("part/model.safetensors", b"weights", r"weights in \S+/part/model.safetensors are not read"),
+        ("onnx/model.onnx", b"weights", r"weights in \S+/onnx/model.onnx are not read"),
         ("adapter_config.json", "{}", "adapter_config.json belongs to an adapter: .* merge_and_unload"),
         ("tokenizer.json", "[]", "its tokenizer cannot be loaded"),
         ("tokenizer_config.json", "[" * 100_000, "its tokenizer cannot be loaded"),
@@ -227,13 +229,13 @@ def test_a_trained_head_with_default_names_that_the_data_has_too_keeps_their_mea
 def test_weights_that_the_model_does_not_use_and_what_its_head_was_trained_for_are_named(folder):
     path = folder("bert", weights=True, id2label={0: "good", 1: 1})
     weights = load_file(path / "model.safetensors")
-    without_pooler = {name: weight for name, weight in weights.items() if "pooler" not in name}
-    save_file(without_pooler, path / "model.safetensors", metadata={"format": "pt"})
+    some = {name: weight for name, weight in weights.items() if not re.search("pooler|classifier.bias", name)}
+    save_file(some, path / "model.safetensors", metadata={"format": "pt"})
     edit_json(path / "config.json", num_hidden_layers=1, problem_type="regression")
     classifier, head = load(path, ["1", "good"]), "; its head was trained for "
     assert classifier.model.classifier.weight.equal(weights["classifier.weight"][[1, 0]]), "in the order of the classes"
     unused = "; unused weights: bert.encoder.layer.1.attention.output.LayerNorm.bias and 15 more"
-    assert classifier.origin.endswith(f"bert.pooler.dense.bias{head}regression{unused}")
+    assert classifier.origin.endswith(f"bert.pooler.dense.bias, classifier.bias{head}regression{unused}")
     edit_json(path / "config.json", id2label={0: "good", 1: 1, 2: "old"})
     assert f"{head}the classes 'good', '1', 'old'" in load(path, ["1", "good"]).origin
 
@@ -290,8 +292,8 @@ def test_a_tokenizer_without_a_padding_token_pads_with_one_that_does_not_end_eac
 
 
 def test_a_config_without_a_padding_token_gets_that_of_the_tokenizer(folder):
-    model = load(folder(model_type="perceiver", d_latents=32, num_self_attends_per_block=1)).model
-    assert model.config.pad_token_id == 0
+    perceiver = folder(model_type="perceiver", d_latents=32, num_self_attends_per_block=1)
+    assert load(perceiver).model.config.pad_token_id == 0
 
 
 def test_a_short_text_does_not_change_the_attention_of_a_bigbird(folder):

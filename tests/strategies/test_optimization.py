@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.strategies import optimization
-from app.strategies.optimization import LossScale, VectorTails
+from app.strategies.optimization import LossScale, VectorTails, mean_loss
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16"])
@@ -80,3 +81,13 @@ def test_a_tensor_on_another_device_and_a_transposed_one_are_left_alone(tensor):
     tails = VectorTails(optimizer)
     tails.update(optimizer)
     assert tails.updated == []
+
+
+@pytest.mark.parametrize("spread", [6e38, 1.0])
+def test_an_infinite_loss_makes_all_gradients_nan_and_a_finite_loss_is_unchanged(spread):
+    logits, labels = torch.tensor([[spread / 2, -spread / 2]], requires_grad=True), torch.tensor([1])
+    expected = torch.nn.functional.cross_entropy(logits, labels)
+    loss = mean_loss(SimpleNamespace(loss=expected), labels, 0)
+    assert loss.equal(expected) == (spread == 1.0)
+    loss.backward()
+    assert logits.grad.isfinite().all() == (spread == 1.0)

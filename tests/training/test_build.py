@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.architectures import write_model
+from strategies.ranks import on_ranks
 from tokenizers import normalizers, processors
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from app.common.errors import AgreedError
 from app.data import reviews
+from app.model.built_in import learn_tokenizer
 from app.settings import Settings
 from app.training import build
-from app.training.build import build_data, build_model
+from app.training.build import agree_on_model, build_data, build_model
 from app.training.prepare import prepare
 
 
@@ -55,6 +58,17 @@ def test_all_ranks_pad_on_the_side_that_rank_0_has_found(world, tmp_path, monkey
     monkeypatch.setattr(build, "broadcast_object", lambda make, _: {"right": "left"}[make()])  # the answer of rank 0
     build_model(settings, data, world)
     assert data.collator.tokenizer.padding_side == "left"
+
+
+def test_all_nodes_train_and_predict_with_the_weights_of_rank_0():
+    def weights(world):
+        config = BertConfig(vocab_size=9, hidden_size=2, num_hidden_layers=1, num_attention_heads=1)
+        model = BertForSequenceClassification(config)
+        model.load_state_dict({name: torch.full_like(w, world.rank) for name, w in model.state_dict().items()})
+        agree_on_model(model, Dataset.from_dict({"input_ids": [[1]]}), learn_tokenizer(["a"], 9), world=world)
+        return {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+
+    assert on_ranks(weights, 2, inside=1) == [{0.0}, {0.0}]
 
 
 @pytest.mark.parametrize("mistake", ["a token of a review", "the padding token"])
