@@ -122,18 +122,25 @@ def clean(
     slices = np.ma.flatnotmasked_contiguous(np.ma.array(kept, mask=~kept))
     pieces = [texts.iloc[part] for part in slices] if len(slices) <= 10_000 else [texts[kept]]  # more would be slow
     texts = pd.concat(pieces, ignore_index=True)
-    names, origin = split_label_names(label_names or ""), "the model" if class_names else str(path)
-    if class_names is None:
-        class_names = sorted({*labels[parts == "train"].unique()})
-        if len(class_names) == 1:
-            raise UserError(f"{path}: column {columns[1]!r} has only one class, {list_names(class_names)}")
-        if all(map(INTEGER.fullmatch, class_names)):
-            class_names.sort(key=int)
+    names, origin, original = (
+        split_label_names(label_names or ""),
+        "the model" if class_names else str(path),
+        class_names,
+    )
+    if original is None:
+        original = sorted({*labels[parts == "train"].unique()})
+        if len(original) == 1:
+            raise UserError(f"{path}: column {columns[1]!r} has only one class, {list_names(original)}")
+        if all(map(INTEGER.fullmatch, original)):
+            original.sort(key=int)
         declared = getattr(sources["train"].table.features[columns[1]], "names", ())  # of a ClassLabel, in its order
-        class_names = [_class_name(name.strip() or str(i)) for i, name in enumerate(declared)] or class_names
-        class_names = rename_classes(class_names, names, origin=origin)
-    elif not {*names.values()} <= {*class_names}:  # otherwise, a run was trained with these names
-        class_names = rename_classes(class_names, names, origin=origin)
+        original = [_class_name(name.strip() or str(i)) for i, name in enumerate(declared)] or original
+    if class_names is None or not {*names.values()} <= {*class_names}:  # otherwise, a run was trained with these names
+        class_names = [names.get(name, name) for name in original]
+        if not {*names} <= {*original} or len({*class_names}) < len(class_names):
+            culprit = "--label_names" if names else path
+            known = list_names(original)
+            raise UserError(f"{culprit}: must give different names to classes of {origin}, which has {known}")
     codes, distinct = labels.factorize()
     ids_of_names = {name: class_id for class_id, name in enumerate(class_names)} | {"": -1}
     # A file may have the new names instead, unless some of them are original ones, too.
@@ -144,7 +151,7 @@ def clean(
         first = int(np.argmax(codes == code))
         raise UserError(
             f"{sources[parts[first]].path}: row {rows[first]}: label {shorten(repr(distinct[code]))} is not a class of "
-            f"{origin}, which has {list_names(class_names)}; leave it out, or choose another column with --label_column"
+            f"{origin}, which has {list_names(original)}; leave it out, or choose another column with --label_column"
         )
     return ReviewTable(
         path=path,
@@ -224,13 +231,3 @@ def _class_name(label: str) -> str:
     """Normalize integers: missing labels turn an integer column into floats, so 1.0 and 1 are the same class."""
     integer = INTEGER.fullmatch(label)
     return str(int(integer[1])) if integer else label
-
-
-def rename_classes(classes: Sequence[str], names: Mapping[str, str], *, origin: str) -> tuple[str, ...]:
-    """Return the classes that `origin` has, with other names for some of them."""
-    renamed = tuple(names.get(label, label) for label in classes)
-    if not {*names} <= {*classes} or len({*renamed}) < len(renamed):
-        raise UserError(
-            f"--label_names: must give different names to classes of {origin}, which has {list_names(classes)}"
-        )
-    return renamed

@@ -259,7 +259,7 @@ def one_line_errors(name: str) -> Iterator[None]:
     except UserError:  # of --cache_dir
         raise
     except Exception as error:  # the errors of `datasets`, pandas, Arrow and json have no common class
-        text = shorten(str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__, 200)
+        text = shorten(" ".join(str(error.__cause__ or error).split()) or type(error).__name__, 200)
         has_no_rows = any(part in text for part in ("corresponds to no data", "at least one example", "BatchSize"))
         raise UserError(f"{name}: {'has no rows' if has_no_rows else text}") from error
     finally:

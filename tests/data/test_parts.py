@@ -110,6 +110,9 @@ def test_the_readme_of_a_data_set_names_the_classes_that_its_files_number(tmp_pa
     readme = (tmp_path / "README.md").read_text()
     (tmp_path / "README.md").write_text(readme.replace("bad", "''"))
     assert read(dataset_name=str(tmp_path)).class_names == ("0", "good")
+    (tmp_path / "README.md").write_text(readme.replace("good", "good, '2': 'good '"))
+    with pytest.raises(UserError, match=f"^{tmp_path}: must give different names to classes"):
+        read(dataset_name=str(tmp_path))
     (tmp_path / "README.md").write_text(readme.replace("bad", "'1'").replace("good", "'2'"))
     with pytest.raises(UserError, match="names classes by numbers, which could be their positions"):
         read(dataset_name=str(tmp_path))
@@ -123,7 +126,7 @@ def test_a_new_class_name_that_is_also_an_original_one_is_the_original_one(tmp_p
     table = clean(open_sources(settings), label_names=settings.label_names)
     assert [table.class_names[i] for i in table.labels] == ["1", "2", "3", "2", "3"]
     (tmp_path / "test.csv").write_text("label,review\n1,a\n3,b\n")
-    with pytest.raises(UserError, match="row 1: label '3' is not a class"):
+    with pytest.raises(UserError, match=r"row 1: label '3' is not a class of .*train.csv, which has '0', '1', '2';"):
         clean(open_sources(settings), label_names=settings.label_names)
 
 
