@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 
 from app.bench import memory, planned, traffic
-from app.bench.models import SIZES, VOCABULARY_SIZE, with_model_folder
 from app.bench.planned import with_each_strategy
 from app.common.errors import RunError
 from app.common.paths import SAMPLE_CSV
 from app.plan.traffic import Collective
 from app.setting_groups import TINY_BERT
 from app.settings import STRATEGIES, Settings
-from app.training.build import build_data, build_model
 
 
 @pytest.fixture
@@ -52,16 +49,6 @@ def test_every_strategy_that_supports_the_settings_is_measured():
     assert [one.strategy for one in with_each_strategy(Settings(ddp_comm_hook="bf16"))] == ["ddp", "zero1"]
     offloaded = with_each_strategy(Settings(strategy="zero3", cpu_offload=True))
     assert [one.cpu_offload for one in offloaded] == [False, False, False, True]
-
-
-def test_the_name_of_a_size_is_an_untrained_bert_with_its_own_tokens(lab, world):
-    assert with_model_folder(lab.settings) is lab.settings, "tiny-bert is none"
-    named = with_model_folder(replace(lab.settings, model="4x312"))
-    data = build_data(named, world)
-    assert len(data.tokenizer) == VOCABULARY_SIZE
-    config = build_model(named, data, world).model.config
-    shape = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size
-    assert shape == SIZES["4x312"]
 
 
 def test_the_rows_are_those_of_the_sample_unless_others_are_given(world, monkeypatch):

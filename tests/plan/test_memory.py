@@ -83,15 +83,6 @@ def test_gradients_of_logical_ranks_and_micro_batches_add_up_beside_the_others(s
     assert both.on_device == both.state + both.gathered + both.exchange + both.accumulated + both.partial_sums
 
 
-def test_offloading_keeps_shards_in_main_memory_and_the_rest_on_the_device():
-    memory, offloaded = (
-        memory_of(MODEL, "zero3", 4, per_rank=2, accumulation=2, cpu_offload=offload)[0] for offload in (False, True)
-    )
-    assert offloaded.in_main_memory == memory.state + memory.partial_sums
-    assert offloaded.on_device == memory.gathered + memory.exchange + memory.accumulated
-    assert (memory.in_main_memory, memory.on_device) == (0, offloaded.in_main_memory + offloaded.on_device)
-
-
 @pytest.mark.parametrize("strategy", WRAPPED_IN_DDP)
 def test_three_ranks_receive_buckets_of_the_others(strategy):
     assert memory_of(MODEL, strategy, 2)[0].exchange == 0

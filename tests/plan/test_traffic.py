@@ -127,18 +127,6 @@ def test_the_bytes_that_a_rank_sends_and_that_leave_a_node_are_as_counted_by_han
     assert collective.leaving(Topology(6, 6)) == 0
 
 
-@pytest.mark.parametrize(("nodes", "inside"), [(2, 2), (3, 4), (8, 8)])
-def test_no_more_bytes_leave_a_node_than_with_a_ring(nodes, inside):
-    ranks = nodes * inside
-    model = Shapes([(ranks, 2 * ranks)])  # can be divided among the ranks
-    ring = (nodes - 1) / nodes * 4 * 2 * ranks**2
-    on_one_node, on_several = Topology(ranks, ranks), Topology(ranks, inside)
-    one, several = (plan_traffic(plan_of(model, "ddp", topology)) for topology in (on_one_node, on_several))
-    assert sum(collective.leaving(on_several) for collective in several) == pytest.approx(2 * ring)
-    sent = sum(collective.sent(on_several) for collective in several)
-    assert sent == pytest.approx(sum(collective.sent(on_one_node) for collective in one))
-
-
 def test_gpus_gather_averages_in_one_collective():
     on_cpus, on_gpus = (
         plan_traffic(plan_of(Shapes([(10, 4)]), "ddp", Topology(4, 4), device=torch.device(name)))[-1]
