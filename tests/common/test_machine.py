@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from app.common import machine
 from app.common.machine import automatic_precision
-from app.common.terminal import hides_progress
 from app.program import select_precision
 from app.settings import Settings
 
@@ -41,12 +39,3 @@ def test_automatic_precision_on_a_gpu_is_that_of_this_ranks_device(monkeypatch, 
     devices = {1: SimpleNamespace(major=major)}
     monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
     assert automatic_precision(use_cpu=False, local_rank=1) == expected
-
-
-@pytest.mark.parametrize(
-    ("on_terminal", "disabled", "main", "hidden"),
-    [(True, False, True, False), (False, False, True, True), (True, True, True, True), (True, False, False, True)],
-)
-def test_a_progress_bar_is_shown_by_rank_0_on_a_terminal(monkeypatch, on_terminal, disabled, main, hidden):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal, raising=False)
-    assert hides_progress(disabled, main) == hidden

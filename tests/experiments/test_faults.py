@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from helpers.run_folders import edit_step, write_run
 from app.common.errors import RunError
 from app.distributed.launcher import TorchrunJob
 from app.experiments import faults
-from app.experiments.faults import draw_moment, inject_faults, kill
+from app.experiments.faults import draw_moment, inject_faults
 from app.settings import Settings
 
 WAIT = [sys.executable, "-c", "import signal; signal.pause()"]  # stands for a job and for its only rank
@@ -36,24 +35,6 @@ def test_each_moment_comes_by_what_the_current_processes_write(tmp_path):
     assert all(is_now() for _, is_now in drawn)
     while_written = [f"while checkpoint {step} is written" for step in (15, 20, 25)]
     assert {moment for moment, _ in drawn} == {*while_written, "before the exit", "at any time"}
-
-
-def test_a_rank_is_killed_at_its_moment_unless_that_has_passed(tmp_path):
-    with TorchrunJob(WAIT, stdout=tmp_path / "log") as job:
-        rank = psutil.Process(job.torchrun.pid)
-        moments = iter([True, False])  # it holds before the delay and not after it
-
-        def end_after_both() -> bool:
-            holds = next(moments, None)
-            if holds is None:
-                job.torchrun.kill()
-            return bool(holds)
-
-        assert not kill(rank, job, end_after_both, delay=0.0)
-        assert next(moments, None) is None
-    with TorchrunJob(WAIT, stdout=tmp_path / "log") as job:
-        assert kill(psutil.Process(job.torchrun.pid), job, lambda: True, delay=0.0)
-        assert job.torchrun.wait(10) == -signal.SIGKILL
 
 
 def test_a_job_with_other_results_ends_the_program(review_csv, tmp_path, monkeypatch):

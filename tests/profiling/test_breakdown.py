@@ -69,8 +69,6 @@ EARLIER = event("gloo:all_reduce", -200, -100, GLOO_THREAD, is_annotation=True)
 BETWEEN_STEPS = [annotation("enumerate(DataLoader)#x", 10, 50), annotation(START_CLOCK, 60, 80)]
 # What is recorded besides the annotations of the step, and how its parts differ from `PARTS`.
 RECORDED = {
-    "no communication": (BUSY, {}),
-    "a wait at the end of backward": ([*BUSY, *collective(5000, 7600)], {"backward": 3.4, EXPOSED: 0.6}),
     "waits in forward and optimizer": (IN_BOTH, {"forward": 1.5, "optimizer": 1.1, EXPOSED: 1.0}),
     "collectives of one kind, in the order of their calls, of which the last begins late": (
         [*BUSY, EARLIER, *collective(5000, 5500), *collective(7000, 7300, begins=7200)],

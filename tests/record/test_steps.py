@@ -14,7 +14,7 @@ from record.run_records import do_steps, files_up_to, on_disk
 
 from app.common.errors import RunError
 from app.record import steps as steps_module
-from app.record.steps import MAX_SKIPPED, MetricsLog, console_line, count_tokens, mean
+from app.record.steps import MAX_SKIPPED, MetricsLog, count_tokens, mean
 
 NUMBERS = st.floats(2**-20, 2**20) | st.sampled_from([math.inf, -math.inf, math.nan])
 
@@ -32,11 +32,6 @@ def test_padding_does_not_count_as_tokens_if_there_is_a_mask():
     ids, mask = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 0], [1, 0, 0]])
     counts = count_tokens([{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}])
     assert counts == {"examples": 4, "tokens": 9, "padded_tokens": 12}
-
-
-def test_the_speed_in_a_console_line_is_that_of_all_its_steps():
-    line = {"step": 2, "epoch": 0.5, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "examples": 4}
-    assert console_line([line | {"seconds": 0.75}, line | {"seconds": 0.25}], 9).endswith(", 8 rows/s")
 
 
 @pytest.mark.parametrize(

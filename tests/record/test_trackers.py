@@ -60,12 +60,6 @@ def test_a_tracker_that_fails_is_one_warning_and_others_go_on(started, fakes, ca
     works.finish.assert_called_once_with()
 
 
-def test_the_number_of_a_class_is_no_metric(started, fakes):
-    record = started(report_to="wandb")
-    record.trackers.log("metrics.json", [{"step": 2, "accuracy": 0.5, "positive_class": 1}])
-    fakes["wandb"].return_value.log.assert_called_once_with({"final/accuracy": 0.5}, step=2)
-
-
 def test_a_tracker_that_is_not_installed_is_rejected(started, monkeypatch, tmp_path):
     (tmp_path / "wandb").mkdir()  # as W&B writes it
     monkeypatch.syspath_prepend(tmp_path)

@@ -24,7 +24,6 @@ EXPLAINED = [
     ),
     # No number of logical ranks, which is a power of two, fits both.
     ("ranks 3 and 1, logical ranks 3 and 1", STEP, {"world_size": 3}, {"world_size": 1}),
-    ("ranks 4 and 3, logical ranks 4 and 3", STEP, {"world_size": 4}, {"world_size": 3}),
     (
         "learning_rate 0.1 and 0.001, dropout not set and 0.1, a_new_setting 1 and 2, torch 2.13.0 and 2.11.0, "
         "kernels.instructions AVX512 and AVX2, kernels.MKL_CBWR not set and AVX2",

@@ -56,6 +56,7 @@ def test_the_page_shows_hostile_text_literally_without_scripts_and_requests(comp
     page = as_html(comparison)
     assert not re.search(ACTIVE_TAG, page)
     assert not re.search(r"url\((?!#)|@import", page)
+    assert """http-equiv="Content-Security-Policy" content="default-src 'none';""" in page
     assert all(text in text_of(page) for text in (SCRIPT, IMAGE, "$\\frac{$"))
     assert plots_of(comparison)[0].get("aria-label") == f"Training loss of {NAME} and trainer_run at each step"
 
@@ -111,16 +112,11 @@ def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
     assert not re.search("rained differently|Settings that differ|p = |−|Correct only in", text + markdown)
     interval = "{low:.1%} – {high:.1%}".format(**identical["statistics"]["accuracy_a"])
     assert (text.count("interval"), text.count(interval), markdown.count(interval)) == (1, 1, 1)
-    assert [text.count(once) for once in ("Confusion matrix", "Calibration", "both runs")] == [1, 1, 3]
-    assert as_html(identical).count('<i class="bar') == 20, "one for each review"
     section = markdown.partition("Misclassified by both, most confident first")[2]
     assert section.startswith(f": 5 of {total}\n")
     assert [int(row.split("|")[1]) for row in rows_of(section)] == numbers[:5]
     section = text.partition("Misclassified by both, most confident first")[2]
     assert [int(number) for number in re.findall(r"row (\d+) ", section)] == numbers
-    assert f"20 of {total}." in section
-    assert section.count(SCRIPT) >= 20, "as text"
-    assert "not computed because of --no_baselines" in text
     without = identical | {"misclassified_by_both": [], "n_misclassified_by_both": 0}
     assert "Misclassified by both" not in as_markdown(without)
     assert "classified correctly by at least one run" in as_html(without)
@@ -152,14 +148,9 @@ def test_the_reports_have_a_section_over_seeds(make_pair, review_csv):
         assert "Over 2 seeds" in page
         assert "Bitwise identical for 1 of 2 seeds" in page
         assert page.count(comparison["verdict"]) == 1
-    rows = re.findall(r"^\| (?:\d|seed|mean).*|^\|---:\|---:\|---:\|.*", as_markdown(comparison), re.M)
-    assert [row.count("|") for row in rows[:5]] == [7] * 5, "two runs, the first differing step and two baselines"
-    assert f"{comparison['seeds']['paired_seeds']['mean_a']:.4f}" in rows[4]
-    assert "compared with TF-IDF" in texts(comparison)[1]
+    assert f"{comparison['seeds']['paired_seeds']['mean_a']:.4f}" in texts(comparison)[0]
     for page in texts(compare_seeds(pairs[:1], baselines=False)):
-        assert "Over 1 seed" in page
         assert page.count("Bitwise identical training") == 1
-        assert not re.search("TF-IDF|compared with", page)
 
 
 def test_three_files_are_written_which_are_the_same_each_time(comparison, tmp_path, monkeypatch):
@@ -185,30 +176,20 @@ def plots_of(comparison, *losses: list[float]) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(svg.replace("<svg ", declared, 1)) for svg in plots]
 
 
-def texts_of(plot: ElementTree.Element) -> list[str]:
-    return [element.text or "" for element in plot.iter("text")]
-
-
-def test_plots_have_the_colors_and_the_fonts_of_the_page(comparison):
-    plots = plots_of(comparison)
+def test_an_id_belongs_to_one_element_of_the_page_and_references_stay_in_their_plot(comparison):
     ids = []
-    for plot in plots:
-        assert texts_of(plot), "text is text"
+    for plot in plots_of(comparison):
         drawn = [element.attrib for element in plot.iter() if element is not plot]  # the label may contain anything
-        values = " ".join(value for attributes in drawn for value in attributes.values())
         own = [attributes["id"] for attributes in drawn if "id" in attributes]
-        assert {*re.findall(r"#([\w-]+)", values)} <= {*own}, "colors are variables"
-        assert {*re.findall(r"var\(--(\w+)\)", values)} <= {"ink", "muted", "rule", "card", "neutral", "a", "b"}
+        values = " ".join(value for attributes in drawn for value in attributes.values())
+        assert {*re.findall(r"#([\w-]+)", values)} <= {*own}
         ids += own
     assert len(ids) == len(set(ids)) > 0, "two elements with the same id would use each other's clip paths and markers"
 
 
-def test_identical_steps_are_counted_and_powers_of_ten_are_plain_text(comparison):
+def test_identical_steps_are_counted(comparison):
     difference = plots_of(comparison, [0.7, 0.5, 0.4, 0.3], [0.7, 0.5, 0.45, 0.3])[1]
-    assert "bitwise identical: 3 of 4 steps" in texts_of(difference)
-    shown = " ".join(texts_of(plots_of(comparison, [1.0, 1.0, 1.0], [1.1, 1.001, 1.00001])[1]))
-    assert "1e−03" in shown
-    assert "$" not in shown
+    assert "bitwise identical: 3 of 4 steps" in [element.text for element in difference.iter("text")]
 
 
 def test_unusual_losses_can_be_plotted(comparison):
