@@ -10,7 +10,6 @@ import pytest
 from app.bench import memory, planned, traffic
 from app.bench.planned import with_each_strategy
 from app.common.errors import RunError
-from app.common.paths import SAMPLE_CSV
 from app.plan.traffic import Collective
 from app.setting_groups import TINY_BERT
 from app.settings import STRATEGIES, Settings
@@ -49,13 +48,3 @@ def test_every_strategy_that_supports_the_settings_is_measured():
     assert [one.strategy for one in with_each_strategy(Settings(ddp_comm_hook="bf16"))] == ["ddp", "zero1"]
     offloaded = with_each_strategy(Settings(strategy="zero3", cpu_offload=True))
     assert [one.cpu_offload for one in offloaded] == [False, False, False, True]
-
-
-def test_the_rows_are_those_of_the_sample_unless_others_are_given(world, monkeypatch):
-    monkeypatch.setattr(planned, "join", lambda _: nullcontext(world))
-    monkeypatch.setattr(planned, "with_each_strategy", lambda _: [])
-    monkeypatch.setattr(planned, "build_data", lambda settings, _: read.append((settings.csv, settings.dataset_name)))
-    read = []
-    for given in ({}, {"csv": "mine.csv"}, {"dataset_name": "mine"}):
-        planned.compare_with_plan(Settings(**given), measure=None)
-    assert read == [(str(SAMPLE_CSV), None), ("mine.csv", None), (None, "mine")]

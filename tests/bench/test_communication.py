@@ -10,7 +10,7 @@ import pytest
 
 from app.bench import communication
 from app.bench.communication import SECTIONS
-from app.common.errors import AgreedError, RunError, UserError
+from app.common.errors import RunError, UserError
 
 
 @pytest.fixture
@@ -24,15 +24,6 @@ def start(make_lab, monkeypatch, world):
         communication.main(replace(settings, **changes), **flags)
 
     return run
-
-
-def test_a_used_folder_is_rejected_before_anything_is_measured(start, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(AgreedError, match=r"^--output_dir out: exists and is not an empty folder"):
-        start()
-    assert capsys.readouterr().out == ""
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
 def test_nothing_is_left_of_a_mistake(start, tmp_path):

@@ -14,9 +14,7 @@ from app.bench import ladder, sections
 from app.bench.communication import MEASURE
 from app.bench.traffic import CountCollectives
 from app.common.errors import AgreedError
-from app.setting_groups import TINY_BERT
 from app.settings import Settings
-from app.training.build import build_model
 
 SECTIONS = ["no_sync", "unused_parameters", "reduction", "compression", "ladder", "convergence"]
 
@@ -93,17 +91,6 @@ def test_the_ladder_exchanges_gradients_after_the_last_backward_pass_in_buffers_
             sum(parameter.sum() for parameter in model).backward()
         assert [size // 4 for _, size, _ in mode.counts] == expected
     assert {value for parameter in model for value in parameter.grad.tolist()} == {1}, "half of two backward passes"
-
-
-def test_every_gradient_is_ready_once_and_those_of_the_embeddings_last(make_lab):
-    lab = make_lab(model=TINY_BERT)
-    sections.readiness(lab)
-    sizes, seconds = lab.page.numbers["bytes"], list(lab.page.numbers["seconds"].values())
-    model = build_model(lab.settings, lab.data, lab.world).model
-    assert sizes == {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
-    assert 0 < seconds[0] <= seconds[-1]
-    assert seconds == sorted(seconds)
-    assert all("embeddings" in name for name in list(sizes)[-5:])
 
 
 def test_all_trainings_of_the_convergence_see_the_same_rows(variants_of, make_lab):

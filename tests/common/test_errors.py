@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.common.errors import Preempted, RunError, UserError, escape_control_characters, escape_unencodable_output
+from app.common.errors import Preempted, RunError, UserError, escape_control_characters
 from app.common.files import write_json
 
 
@@ -27,12 +26,6 @@ def test_messages_are_one_line_without_control_characters(kind, text):
 
 def test_only_what_cannot_be_printed_is_escaped():
     assert escape_control_characters("好\u3000é\\n\x1b[31m\n\u202e\udcff") == "好\u3000é\\n\\x1b[31m\\n\\u202e\\udcff"
-
-
-def test_without_a_standard_output_nothing_is_printed(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)  # as Python sets it in a daemon
-    escape_unencodable_output()
-    print("x", flush=True)
 
 
 def test_a_path_that_is_not_utf8_survives_json(tmp_path):

@@ -96,11 +96,8 @@ def test_the_tables_add_up_what_the_formulas_say(planned, topology):
         assert sum(one.leaving(topology) for one in collectives) / 2**20 == pytest.approx(leaving, abs=0.1)
 
 
-def test_without_a_gpu_the_memory_of_the_device_and_the_kernels_of_gpus_are_unknown(planned, monkeypatch):
-    line, text = "Activations are those of CPU kernels", describe_plans([planned])
-    assert "The memory of the device is unknown" in verdict(text)
-    assert line not in text
-    assert line in describe_plans([replace(planned, settings=replace(planned.settings, use_cpu=False))])
+def test_only_the_memory_of_a_gpu_is_known(planned, monkeypatch):
+    assert "The memory of the device is unknown" in verdict(describe_plans([planned]))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**20))
     assert "into 16.0 MiB fits: " in describe_plans([replace(planned, device=torch.device("cuda"))])
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +18,6 @@ from app.profiling import profiler
 from app.profiling.breakdown import CATEGORIES, EXPOSED
 from app.report.bitwise import first_difference
 from app.runs.reader import read_run
-from app.settings import Settings
 
 FLAGS = ["--max_length=16", "--train_batch_size=8", "--eval_strategy=no", "--save_strategy=no", "--use_cpu"]
 
@@ -93,11 +90,3 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(train, capsys):
     assert "No space left on device; training continues (--on_save_failure continue)" in capsys.readouterr().out
     with full, pytest.raises(RunError, match="No space left on device"):
         train("stops", *flags, "--on_save_failure=stop")
-
-
-def test_on_gpus_there_are_only_traces(tmp_path, world):
-    """The times of the host would say little about kernels. The trace itself needs a GPU."""
-    on_gpu = replace(world, device=torch.device("cuda"))
-    traces = SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch())  # it has no events to divide
-    profiler.StepProfiler(Settings(profile=1), on_gpu, tmp_path, step=0, total_steps=9)._write(traces)
-    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace-rank0.json.gz"]

@@ -13,17 +13,6 @@ from app.distributed.world import World
 from app.runs.schema import LATEST, RUNS, SETTINGS
 from app.training import prepare
 
-
-@pytest.mark.parametrize(("interval", "steps", "printed"), [(3, 8, [3, 6, 8]), (1, 45, [3, 5, 7]), (2, 50, [4, 6, 8])])
-def test_a_run_prints_about_20_lines_at_the_ends_of_logging_intervals(started, capsys, interval, steps, printed):
-    do_steps(record := started(logging_steps=interval, max_steps=steps, save_steps=2), steps)  # saving writes steps too
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" (")[0] for line in lines[:3]] == [f"step {step}/{steps}" for step in printed]
-    assert lines[-1].startswith(f"step {steps}/{steps}")
-    assert len(lines) == min(20, -(-steps // interval))
-    assert len(on_disk(record)) == steps
-
-
 # ---- a full disk -----------------------------------------------------------------------------------------------------
 # tests/launched/test_faults.py has --on_save_failure stop.
 
