@@ -19,7 +19,6 @@ The rows that the run held out, which gives its predictions.csv again:
 from __future__ import annotations
 
 from .cli import OneLineParser
-from .data.batches import build_eval_set, form_eval_batches
 from .program import Program, select_precision
 
 FILES = ("csv", "validation_file", "test_file", "dataset_name")
@@ -72,6 +71,7 @@ from .common.errors import RunError, UserError, escape_control_characters
 from .common.files import write_text
 from .common.formats import labeled
 from .common.terminal import hides_progress
+from .data.batches import build_eval_set, form_eval_batches
 from .data.reviews import Indices, ReviewTable, clean, describe_dropped
 from .data.sources import Source, open_file
 from .data.tokenize import describe_unknown, lengths_of, tokenize
