@@ -94,9 +94,8 @@ class FixedTree(GradientTree):
         """
         plan, rank = plan_of(logical_ranks, logical_ranks, logical_ranks)
         if plan.ranks > 1 and not isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                f"FixedTree: pass DistributedDataParallel(model), not {type(model).__name__}; compile first"
-            )
+            problem = f"pass DistributedDataParallel(model), not {type(model).__name__}; compile the model before"
+            raise TypeError(f"FixedTree: {problem}")
         if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
             raise TypeError("FixedTree: SyncBatchNorm depends on the number of processes: use BatchNorm or GroupNorm")
         super().__init__(model, plan, allow_unused=getattr(model, "find_unused_parameters", True))

@@ -122,11 +122,8 @@ def clean(
     slices = np.ma.flatnotmasked_contiguous(np.ma.array(kept, mask=~kept))
     pieces = [texts.iloc[part] for part in slices] if len(slices) <= 10_000 else [texts[kept]]  # more would be slow
     texts = pd.concat(pieces, ignore_index=True)
-    names, origin, original = (
-        split_label_names(label_names or ""),
-        "the model" if class_names else str(path),
-        class_names,
-    )
+    names, origin = split_label_names(label_names or ""), "the model" if class_names else str(path)
+    original = class_names
     if original is None:
         original = sorted({*labels[parts == "train"].unique()})
         if len(original) == 1:
@@ -191,9 +188,8 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
         if isinstance(feature, Json) or not all(isinstance(value, str | int | float | None) for value in values):
             raise ValueError("has dates, lists, or texts and numbers: make all values texts that are not dates alone")
         # NaN is what writers other than pandas leave for a missing value.
-        as_type = (
-            str if isinstance(feature, ClassLabel) else column.type.to_pandas_dtype()
-        )  # a float32 has its own digits
+        # As a Python number, 0.1 in 32 bits has more digits.
+        as_type = str if isinstance(feature, ClassLabel) else column.type.to_pandas_dtype()
         texts = [None if value is None or value != value else str(as_type(value)) for value in values]
         return pa.chunked_array([texts], pa.large_string())
 

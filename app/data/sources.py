@@ -222,9 +222,7 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
         schemas = [pq.read_schema(file) for file in files]
         pa.unify_schemas(schemas, promote_options="permissive")  # `datasets` would convert true to 1, and "007" to 7
         if len({(frozenset(schema.names), (schema.metadata or {}).get(b"huggingface")) for schema in schemas}) > 1:
-            raise ValueError(
-                "its files declare different columns, or a ClassLabel with other names or in another order"
-            )
+            raise ValueError("its files have different columns, or a ClassLabel with other names or in another order")
     csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
     header: list[str] = []  # of the first file
     for file in files if kind == "csv" else ():
