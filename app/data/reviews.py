@@ -102,8 +102,9 @@ def clean(
     texts = frame[columns[0]]
     labels = frame[columns[1]].fillna("").str.strip() if columns[1] else pd.Series("", frame.index)
     labels = labels.map({label: _class_name(label) for label in labels.unique()})
+    names = split_label_names(label_names or "")
     unlabeled = [part for part in sources if labels[parts == part].eq("-1").all()]
-    if "-1" not in (class_names or labels[parts == "train"].unique()):
+    if "-1" not in {*names, *(class_names or labels[parts == "train"].unique())}:
         labels = labels.mask(np.isin(parts, unlabeled), "")
     no_review = (texts.eq("") | texts.str.isspace()).fillna(True).to_numpy(bool)
     no_label = labels.eq("").to_numpy(bool) & ~no_review & (class_names is None)
@@ -122,8 +123,7 @@ def clean(
     slices = np.ma.flatnotmasked_contiguous(np.ma.array(kept, mask=~kept))
     pieces = [texts.iloc[part] for part in slices] if len(slices) <= 10_000 else [texts[kept]]  # more would be slow
     texts = pd.concat(pieces, ignore_index=True)
-    names, origin = split_label_names(label_names or ""), "the model" if class_names else str(path)
-    original = class_names
+    origin, original = "the model" if class_names else str(path), class_names
     if original is None:
         original = sorted({*labels[parts == "train"].unique()})
         if len(original) == 1:

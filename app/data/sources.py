@@ -38,6 +38,7 @@ from ..settings import Settings
 BUILDERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}  # everything else is a CSV
 # Chinese text in GB18030 is hardly ever valid UTF-8, but many texts in UTF-8 are valid GB18030.
 ENCODINGS = {"csv": ("utf-8-sig", "gb18030"), "json": ("utf-8-sig",)}
+PARTS = ("train", "validation", "test")
 JSON_ROWS = "a JSON file has one object per line, or an array of objects"
 FREQUENT = frozenset(FREQUENCIES["Chinese"])  # about a third of the characters of Chinese texts
 
@@ -84,13 +85,12 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
             splits = datasets.load_dataset(*of_hub, cache_dir=cache_dir and str(cache_dir / "datasets"))
     if "train" not in splits:
         raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
-    parts = ("train", "validation", "test")
-    unread += [f"split {split}" for split in splits if split not in parts]
+    unread += [f"split {split}" for split in splits if split not in PARTS]
     merged = f"{len(hashes)} files: {list_names([*map(os.path.basename, hashes)])}" if len(hashes) > len(splits) else ""
     notes = (encoding, merged, f"without {list_names(unread)}" if unread else "")
     return {
         part: Source(Path(name if part == "train" else f"{name} ({part})"), splits[part], None, notes, part == "test")
-        for part in parts
+        for part in PARTS
         if part in splits
     }
 
@@ -119,9 +119,14 @@ def _load_files(
         # A README.md may name the classes that a CSV or JSON has as numbers.
         features = builder.info.features or {}
         classes = {name: value for name, value in features.items() if isinstance(value, datasets.ClassLabel)}
-        numbers = [n for label in classes.values() for i, n in enumerate(label.names) if n.isdecimal() and n != str(i)]
-        if builder.name in ENCODINGS and numbers:
+        names = [(i, name) for label in classes.values() for i, name in enumerate(label.names)]
+        if any(not isinstance(name, str) for _, name in names):
+            raise ValueError("README.md names classes by other values than texts, such as `no`: quote them there")
+        if builder.name in ENCODINGS and any(name.isdecimal() and name != str(i) for i, name in names):
             raise ValueError("README.md names classes by numbers, which could be their positions: rename them there")
+        files = [file for split, of in builder.config.data_files.items() if split in PARTS for file in of]
+        if twice := [os.path.basename(file) for file, n in Counter(files).items() if n > 1]:
+            raise ValueError(f"{list_names(twice)} would be read for several splits: rename what has both in its path")
         hashes = {file: pooch.file_hash(file) for files in builder.config.data_files.values() for file in files}
         if builder.name in ENCODINGS:
             encoding = options["encoding"] = _recognize_encoding(hashes, encoding, ENCODINGS[builder.name])
@@ -221,7 +226,8 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
     if kind == "parquet":
         schemas = [pq.read_schema(file) for file in files]
         pa.unify_schemas(schemas, promote_options="permissive")  # `datasets` would convert true to 1, and "007" to 7
-        if len({(frozenset(schema.names), (schema.metadata or {}).get(b"huggingface")) for schema in schemas}) > 1:
+        features = [sorted(datasets.Features.from_arrow_schema(schema).items()) for schema in schemas]
+        if len({str([(name, getattr(feature, "names", "")) for name, feature in one]) for one in features}) > 1:
             raise ValueError("its files have different columns, or a ClassLabel with other names or in another order")
     csv.field_size_limit(2**31 - 1)  # reviews may be longer than the default
     header: list[str] = []  # of the first file

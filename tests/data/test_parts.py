@@ -110,6 +110,9 @@ def test_the_readme_of_a_data_set_names_the_classes_that_its_files_number(tmp_pa
     readme = (tmp_path / "README.md").read_text()
     (tmp_path / "README.md").write_text(readme.replace("bad", "''"))
     assert read(dataset_name=str(tmp_path)).class_names == ("0", "good")
+    (tmp_path / "README.md").write_text(readme.replace("bad", "no"))  # which YAML reads as False
+    with pytest.raises(UserError, match="quote them there"):
+        read(dataset_name=str(tmp_path))
     (tmp_path / "README.md").write_text(readme.replace("good", "good, '2': 'good '"))
     with pytest.raises(UserError, match=f"^{tmp_path}: must give different names to classes"):
         read(dataset_name=str(tmp_path))
@@ -179,6 +182,7 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
         ),
         ("{folder}/empty", "test.csv: line 0, or a quote before it: has no header"),
         ("{folder}/data[1]", "rename the folder"),
+        ("{folder}/train_dev", "'test.csv', 'train.csv' would be read for several splits"),
         ("/missing/folder/of/data", "/missing/folder/of"),
         ("x" * 300, ""),
     ],
@@ -187,6 +191,7 @@ def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path, name, message):
     write(tmp_path / "no_train", "test")
     FRAMES["train"].to_csv(write(tmp_path / "other_case") / "train-1.csv", index=False)
     (write(tmp_path / "empty", "train") / "test.csv").touch()
+    write(write(tmp_path / "train_dev") / "train_test", "train", "test")
     (write(tmp_path / "repeated", "train") / "train-2.csv").write_text("label,review,label\n0,a,1\n")
     write(write(tmp_path / "data[1]", "train").with_name("data1"), "train")  # which the pattern would match
     FRAMES["train"].rename(columns={"label": "Label"}).to_csv(tmp_path / "other_case" / "train-2.csv", index=False)

@@ -246,6 +246,10 @@ def test_classes_get_other_names_in_the_order_of_the_labels(tmp_path):
     table = read_reviews(path, "text", "stars", label_names="1=positive, 0 = negative")
     assert (table.class_names, table.labels.tolist()) == (("negative", "positive"), [1, 0, 1])
     assert read_reviews(path, "text", "stars", label_names="1=positive").class_names == ("0", "positive")
+    path.write_text("stars,text\n-1,很差\n", "utf-8")  # a label with a name, so it does not mean that there is none
+    trained = {"class_names": ("negative", "positive"), "label_names": "-1=negative,1=positive"}
+    assert clean(open_sources(Settings(csv=str(path))), ("text", "stars"), **trained).labels.tolist() == [0]
+    path.write_text("stars,text\n1,很好\n0,很差\n", "utf-8")
     for names in ("2=a", "0=a,1=a", "0=1"):  # of other classes, or equal ones
         with pytest.raises(UserError, match="--label_names: must give different names to classes of"):
             read_reviews(path, "text", "stars", label_names=names)
