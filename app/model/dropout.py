@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def override_dropout(config: PretrainedConfig, probability: float) -> None:
     for name, value in [*vars(config).items()]:
         if isinstance(value, PretrainedConfig):  # of an encoder, or of the text
             override_dropout(value, probability)
-        elif type(value) in (float, int, type(None)) and ("dropout" in name or "pdrop" in name):
+        elif type(value) in (float, int, type(None)) and (value or 0) <= 1 and ("dropout" in name or "pdrop" in name):
             vars(config)[name] = probability  # in a field that may be an integer in its declaration
 
 
@@ -127,7 +128,9 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     Raises:
         UserError: the model does not support it.
     """
-    if not model.supports_gradient_checkpointing:
+    # Code for older versions of transformers calls torch.utils.checkpoint without these contexts.
+    is_old = "value" in signature(model._set_gradient_checkpointing).parameters
+    if is_old or not model.supports_gradient_checkpointing:
         raise UserError(f"--activation_checkpointing: {type(model).__name__} does not support it: remove the flag")
     model.activation_checkpointing_enable(
         {"use_reentrant": False, "preserve_rng_state": True, "context_fn": contexts_of_checkpointing}

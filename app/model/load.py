@@ -110,6 +110,11 @@ def classifier_config(
     config.problem_type = KINDS[1]
     config.use_cache = False  # training needs no key-value cache, and the model's choice of kernels may depend on it
     config.return_dict = True  # both training paths access outputs by name
+    # With sdpa, a model that returns attentions cannot be saved. If its config, instead of --activation_checkpointing,
+    # turned on checkpointing, dropout masks would not be repeated.
+    for name in ("output_attentions", "gradient_checkpointing"):
+        if getattr(config, name, False):
+            setattr(config, name, False)
     # Trainer would do this too late: embeddings take their `padding_idx` from the config when they are built. The
     # function asks for a model, but uses its configs only.
     align_special_tokens(SimpleNamespace(config=config, generation_config=None), tokenizer)

@@ -21,11 +21,12 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     BertModel,
 )
 
 from app.common.errors import UserError
-from app.model.dropout import override_dropout
+from app.model.dropout import checkpoint_activations, override_dropout
 from app.model.load import Classifier, is_pretrained, load_classifier, load_tokenizer
 from app.settings import Settings
 
@@ -138,6 +139,30 @@ def test_a_model_that_cannot_be_trained_is_one_line(folder, name, weights, chang
 def test_a_model_whose_code_fails_is_one_line(folder, monkeypatch):
     monkeypatch.setattr(BertModel, "forward", lambda *_, **__: len(0))
     assert "its forward() fails: object of type 'int'" in error_message(folder("bert"))
+
+
+def test_texts_of_the_same_tokens_may_have_the_same_logits(folder, monkeypatch):
+    path, forward = folder("bert"), BertForSequenceClassification.forward
+
+    def of_the_first_token(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        return forward(self, input_ids[:, :1])
+
+    monkeypatch.setattr(BertForSequenceClassification, "forward", of_the_first_token)
+    assert "its logits are the same for every text" in error_message(path)  # which all begin with [CLS]
+    monkeypatch.setattr("app.model.inputs.TEXTS", ("差差差", "差"))
+    load(path)
+
+
+def test_only_the_settings_turn_on_checkpointing_which_old_code_cannot_do_with_equal_masks(folder, monkeypatch):
+    path = folder("bert", gradient_checkpointing=True, output_attentions=True)
+    model = load(path).model
+    assert not model.is_gradient_checkpointing
+    assert not model.config.output_attentions
+    checkpoint_activations(model)
+    assert model.is_gradient_checkpointing
+    monkeypatch.setattr(BertModel, "_set_gradient_checkpointing", lambda self, module, value=False: None)
+    with pytest.raises(UserError, match="BertModel does not support it"):
+        checkpoint_activations(BertModel(model.config))
 
 
 def test_files_and_impossible_names_are_no_models(tmp_path):
