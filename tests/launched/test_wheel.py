@@ -77,9 +77,19 @@ def test_programs_name_the_installed_package_and_leave_downloads_in_the_users_ca
 
 
 @pytest.mark.slow
-def test_pytest_finds_the_plugin(installed, tmp_path):
-    """tests/test_pytest_plugin.py tries it in a repository."""
-    command = [sys.executable, "-m", "pytest", "--update-trajectories"]
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert "--update-trajectories: needs a git repository" in done.stderr
+def test_the_plugin_works_in_another_repository(installed, tmp_path):
+    """tests/test_pytest_plugin.py has more of it."""
+    environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+    test = 'def test_rows(trajectory):\n    trajectory("constant", lambda: [{"loss": 0.1}])\n'
+    (tmp_path / "test_it.py").write_text(test)
+    author = ["-c", "user.name=someone", "-c", "user.email=someone@example.com"]
+    for command in (["init"], ["add", "--all"], [*author, "commit", "--message", "A test"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+
+    def status(*flags: str) -> int:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *flags]
+        return subprocess.run(command, cwd=tmp_path, env=environment, check=False, timeout=LIMIT).returncode
+
+    assert [status(), status("--update-trajectories"), status()] == [1, 0, 0]
+    (tmp_path / "test_it.py").write_text(test.replace("0.1", "0.10000000000000002"))
+    assert status() == 1
