@@ -29,10 +29,6 @@ STARTS = re.compile(  # a program of this project, by its module, by its script,
 MODULES = WITH_RANKS | OTHERS
 OF_THE_LAUNCHER = re.compile(rf"--(?:nproc_per_node|{'|'.join(FLAGS_OF_TORCHRUN)})[= ]\S+")
 
-# A Chinese page has one word for a thing: these are other words for it.
-CHINESE = {"逐位": "逐比特", "词元": "token", "切分": "分片", "核函数": "kernel", "秩": "rank", "退出状态": "退出码"}
-CHINESE |= {"集体通信": "集合通信", "存档点": "检查点", "微批量": "微批次", "训练轮": "epoch", "反向传递": "反向传播"}
-
 
 def programs_of(command: str) -> list[tuple[str, list[str]]]:
     """The modules that a command starts, and their flags."""
@@ -138,12 +134,3 @@ def test_each_excerpt_of_the_lesson_is_in_the_script(page):
     assert len(excerpts) == 7, "one for each part of the script"
     for excerpt in excerpts:
         assert any(indent(excerpt, " " * width) in script for width in (4, 8)), excerpt
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if "zh-CN" in page.name], ids=lambda page: page.name)
-def test_a_chinese_page_has_one_word_for_a_thing_and_one_line_per_paragraph(page):
-    text = BLOCK.sub("\n", page.read_text("utf-8"))
-    for other, term in CHINESE.items():
-        assert other not in text, f"write {term}"
-    # A line break between characters would be shown as a gap.
-    assert not re.search(r"^[^|\n#>-].*\n[^|\n<-]", text, re.MULTILINE)
