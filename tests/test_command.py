@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 import pytest
 from helpers.jobs import Job
 from helpers.marks import slow_after
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from app import __main__ as command
 from app.distributed import agent, launcher
@@ -66,11 +66,6 @@ def ranks_of(job: Job) -> list[psutil.Process]:
 def check_end(job: Job, status: int, err: str = "") -> None:
     done = job.finish()
     assert (done.status, done.out, done.err) == (status, "", err)
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["trian"], 2)])
@@ -132,7 +127,7 @@ def test_a_rank_that_was_killed_just_before_a_signal_is_no_failure_of_the_launch
 @pytest.mark.launched
 @pytest.mark.parametrize("number", slow_after(1, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_a_signal_ends_a_job_that_waits_for_its_master(tmp_path, number):
-    flags = ["--nnodes=2", "--node_rank=1", "--master_addr=localhost", f"--master_port={free_port()}"]
+    flags = ["--nnodes=2", "--node_rank=1", "--master_addr=localhost", f"--master_port={get_free_port()}"]
     # A fork would print the warnings of torch, which reads its log level when it is imported.
     with samebits(tmp_path, "train", "--nproc_per_node=1", *flags, real=True) as job:
         # The name of the thread of torchrun's agent.
@@ -177,7 +172,7 @@ def imports_torch(process: psutil.Process) -> bool:
 )
 def test_a_mistake_and_a_node_without_contact_are_one_line(tmp_path, flags, status, problem):
     fails = status == 1  # a fork would print warnings of torch here, too
-    port = [f"--master_port={free_port()}"] if fails else []
+    port = [f"--master_port={get_free_port()}"] if fails else []
     with samebits(tmp_path, "train", "--nproc_per_node=2", *flags.split(), *port, real=fails) as job:
         done = job.finish()
     assert (done.status, done.out) == (status, "")

@@ -5,6 +5,7 @@ What the lines say is tested in one process, beside the code. Here is one job fo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,3 +144,34 @@ def test_a_mistake_on_any_rank_is_raised_on_all_and_leaves_nothing(trained_by, s
     inputs = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
     paths = {path.relative_to(shared_folder) for path in shared_folder.rglob("*")}
     assert {path.parts[0] for path in paths - inputs} <= {"cache"}
+
+
+# ---- a rank that is only late: no line -------------------------------------------------------------------------------
+
+DELAY = 6.0
+# Joins a process group, and prints what this costs each rank, in seconds and in seconds of a core.
+PROGRAM = """
+import json, os, sys, threading, time
+from app.distributed.process_group import join
+from app.settings import Settings
+late, delay = sys.argv[1:]
+if os.environ["RANK"] == late:
+    threading.Event().wait(float(delay))
+start = time.perf_counter(), time.process_time()
+with join(Settings(use_cpu=True, threads=1)) as world:
+    costs = [time.perf_counter() - start[0], time.process_time() - start[1]]
+    sys.stdout.write(json.dumps([world.rank, *costs]) + "\\n")  # print() writes the end of line apart
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_waiting_for_a_late_rank_is_silent_and_idle(tmp_path, late):
+    (tmp_path / "late.py").write_text(PROGRAM)
+    with Job(str(tmp_path / "late.py"), late, DELAY, cwd=tmp_path, ranks=3, OMP_NUM_THREADS="1") as job:
+        done = job.finish()
+    assert (done.status, done.err) == (0, "")
+    ranks, seconds, cpu_seconds = zip(*map(json.loads, done.out.splitlines()), strict=True)
+    assert {*ranks} == {0, 1, 2}
+    assert max(seconds) > DELAY / 2, "no rank has waited"
+    assert max(cpu_seconds) < 0.1 * max(seconds)

@@ -20,23 +20,13 @@ PATHS = ("ddp_loop", "trainer_run")
 TINY = ["--max_length=32", "--train_batch_size=8", "--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
 
 
-@pytest.fixture
-def fine_tune(world, tmp_path, monkeypatch):
-    """Train with app.ddp_loop in this process, whose working directory becomes the test's folder."""
-
-    def run(*flags: str) -> None:
-        monkeypatch.chdir(tmp_path)
-        app.ddp_loop.fine_tune(parse_settings(arguments=[*TINY, "--use_cpu", "--output_dir=run", *flags]), world)
-
-    return run
-
-
-def test_reviews_and_classes_of_any_kind_are_read_back_from_predictions(fine_tune, tmp_path):
+def test_reviews_and_classes_of_any_kind_are_read_back_from_predictions(world, tmp_path, monkeypatch):
     reviews = [f'好{i}\r第二行, "{i}"\n=1+{i};=HYPERLINK("x")' for i in range(60)]
     classes = ["=a", "'=a", "x;=b"]
     source = pd.DataFrame({"label": [classes[i % 3] for i in range(60)], "review": reviews})
     source.to_csv(tmp_path / "r.csv", index=False)
-    fine_tune("--csv=r.csv")
+    monkeypatch.chdir(tmp_path)
+    app.ddp_loop.fine_tune(parse_settings([*TINY, "--use_cpu", "--csv=r.csv", "--output_dir=run"]), world)
     run = read_run(tmp_path / "run")
     assert run.predictions["review"].tolist() == [escape(reviews[row]) for row in run.predictions["row"]]
     assert run.predictions["label"].tolist() == source["label"].loc[run.predictions["row"]].tolist()
@@ -58,7 +48,7 @@ def test_plain_python_is_a_run_of_one_rank_in_a_new_folder(launch, review_csv, t
     assert (settings["path"], settings["world_size"]) == (path_name, 1)
 
 
-# ---- machines with GPUs ----------------------------------------------------------------------------------------------
+# ---- faults, and machines with GPUs ----------------------------------------------------------------------------------
 
 FAULTY = str(Path(__file__).with_name("faulty.py"))
 SMALL = ("--csv", SAMPLE_CSV, "--train_batch_size", 8, "--max_length", 32, "--max_steps", 3, "--threads", 1)
@@ -67,10 +57,19 @@ SMALL = ("--csv", SAMPLE_CSV, "--train_batch_size", 8, "--max_length", 32, "--ma
 @pytest.mark.launched
 @pytest.mark.slow
 @pytest.mark.parametrize("path_name", PATHS)
-def test_a_cpu_run_finishes_on_a_machine_whose_gpu_is_full(launch, path_name):
-    flags = [*SMALL, "--use_cpu", "--bf16", "--eval_strategy", "no", "--test_size", 0.02, "--output_dir", "run"]
-    done = launch(FAULTY, path_name, "simulate_gpus", *flags, GPUS="1")
-    assert done.status == 0, done.err
+@pytest.mark.parametrize(
+    ("fault", "variables"),
+    # The signal comes in the only evaluation, after all steps.
+    [("simulate_gpus", {"GPUS": "1,1"}), ("signal_in_evaluation", {"SIGNAL": "SIGTERM"})],
+)
+def test_a_cpu_run_finishes_although_the_gpus_are_full_or_it_is_asked_to_stop_at_its_end(
+    launch, tmp_path, path_name, fault, variables
+):
+    flags = [*SMALL, "--use_cpu", "--bf16", "--eval_strategy", "no", "--test_size", 0.02, "--eval_batch_size", 4]
+    flags += ["--model", "tiny-bert", "--output_dir", "run"]
+    done = launch(FAULTY, path_name, fault, *flags, ranks=2, **variables)
+    assert (done.status, done.error_lines) == (0, []), done.err
+    read_run(tmp_path / "run")
 
 
 @pytest.mark.gpu

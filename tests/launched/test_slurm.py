@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from helpers.jobs import PROJECT, SAMPLE_CSV, unavailable
 from launched.two_nodes import wait_until
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from app.distributed.launcher import TorchrunJob, torchrun_command
 from app.runs.hashes import hash_results
@@ -50,11 +51,6 @@ FLAGS = [f"--csv={SAMPLE_CSV}", "--use_cpu", "--threads=1", "--disable_tqdm", "-
 FLAGS += ["--max_length=32", "--max_steps=150", "--save_strategy=steps", "--save_steps=100", "--logging_steps=5"]
 
 
-def free_ports() -> list[int]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return [one.getsockname()[1], other.getsockname()[1]]
-
-
 class Slurm:
     """A cluster of one node with two cores: partition `high` preempts the jobs of partition `low`."""
 
@@ -62,7 +58,8 @@ class Slurm:
         self.folder, self.configuration = folder, folder / "slurm.conf"
         for name in ("state", "spool"):
             (folder / name).mkdir()
-        self.configuration.write_text(CONFIGURATION.format(host=HOST, folder=folder, ports=free_ports()))
+        ports = [get_free_port() for _ in range(2)]
+        self.configuration.write_text(CONFIGURATION.format(host=HOST, folder=folder, ports=ports))
         self.environment = os.environ | {
             "SLURM_CONF": str(self.configuration),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -14,7 +14,6 @@ from app.runs.schema import LATEST, RUNS, SETTINGS
 from app.training import prepare
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------
-# tests/launched/test_faults.py has --on_save_failure stop.
 
 
 def test_training_continues_on_a_full_disk_and_no_line_is_missing_later(started, capsys):
