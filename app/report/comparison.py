@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 from sklearn.metrics import confusion_matrix
 
@@ -22,7 +21,7 @@ from .explanation import explain
 from .statistics import paired, verdict, wilson_interval
 
 PER_RUN = ("accuracy", "f1", "loss", "n_test", "train_seconds", "train_examples_per_second", "peak_memory_bytes")
-PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "mfu", "hash")
+PER_RUN_IF_KNOWN = ("precision", "recall", "train_tokens_per_second", "padding_fraction", "hash")
 
 NO_BASELINES = "not computed because of --no_baselines"
 IDENTICAL_TRAINING = "Bitwise identical training"
@@ -69,7 +68,6 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
             confusion_matrix(run.predictions["label"], run.predictions["predicted"], labels=a.split["classes"]).tolist()
             for run in (a, b)
         ],
-        "calibration": [calibration(run) for run in (a, b)],
         "disagreements": disagreements,
         "misclassified_by_both": _describe_rows(a, b, misclassified[:LISTED_ROWS]),
         "n_misclassified_by_both": len(misclassified),
@@ -121,14 +119,6 @@ def run_names(a: Run, b: Run) -> list[str]:
     parts = [run.folder.resolve().parts[::-1] for run in (a, b)]
     n_equal = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*parts, strict=False))])
     return [str(Path(*of_run[n_equal::-1])) for of_run in parts]
-
-
-def calibration(run: Run) -> list[Any]:
-    """Return the number of test rows whose confidence is in each tenth from 0 to 1, and their mean accuracy."""
-    confidence = run.probabilities.max(axis=1)
-    tenths = (10 * confidence).astype(int).clip(upper=9).rename("tenth")
-    table = pd.DataFrame({"confidence": confidence, "accuracy": _correct(run)}).groupby(tenths).mean().round(6)
-    return table.assign(rows=tenths.value_counts()).reset_index().to_dict("records")
 
 
 def _compare(a: Run, b: Run) -> dict[str, Any]:

@@ -29,7 +29,6 @@ COSTS = [
     ("rows per second", "train_examples_per_second", ",.1f", 1.0),
     ("tokens per second", "train_tokens_per_second", ",.0f", 1.0),
     ("padding, %", "padding_fraction", ".1f", 0.01),
-    ("model FLOPs utilization, %", "mfu", ".1f", 0.01),
     ("peak memory per rank, MiB", "peak_memory_bytes", ",.0f", MIB),
 ]
 
