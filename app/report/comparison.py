@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -60,7 +59,7 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         "csv": a.split.get("csv"),
         "classes": a.split["classes"],
         "common_steps": min(map(len, losses)),
-        "max_loss_difference": _max_difference(*losses),
+        "max_loss_difference": max(abs(x - y) for x, y in zip(*losses, strict=False)),
         "same_predictions": not disagreements,
         "same_probabilities": a.probabilities.equals(b.probabilities),
         **_baselines(a, baselines),
@@ -170,9 +169,3 @@ def _baselines(run: Run, is_wanted: bool) -> dict[str, Any]:
 
 def _correct(run: Run) -> NDArray[np.bool_]:
     return np.asarray(run.predictions["label"] == run.predictions["predicted"], dtype=bool)
-
-
-def _max_difference(losses_a: list[float], losses_b: list[float]) -> float | None:
-    """Return the maximum over the common steps, or None if it overflows."""
-    largest = max((abs(x - y) for x, y in zip(losses_a, losses_b, strict=False)), default=0.0)
-    return largest if math.isfinite(largest) else None

@@ -42,8 +42,6 @@ def test_identical_runs_have_no_difference_until_one_of_their_results_differs(ma
     comparison = compare_runs(a, b, baselines=False)
     assert (comparison["first_differing_step"], comparison["max_loss_difference"]) == (None, 0)
     assert comparison["verdict"].startswith("Undecided over 15 test rows")
-    a.steps[5]["loss"], b.steps[5]["loss"] = 1e308, -1e308
-    assert compare_runs(a, b, baselines=False)["max_loss_difference"] is None, "it overflows"
 
 
 def test_every_value_of_different_runs_agrees_with_its_definition(make_pair):
