@@ -81,8 +81,7 @@ def compare_seeds(pairs: Sequence[Sequence[Run]], baselines: bool = True) -> dic
 
     Returns:
         The comparison of the first pair that differs, or else of the first one, with the verdict over all seeds and the
-        key `seeds`: `pairs` (one entry per seed), `paired_seeds` (`paired` of the accuracies), `verdict` and
-        `baselines` (`paired` of the first path and each baseline; empty if a seed has none).
+        key `seeds`: `pairs` (one entry per seed), `paired_seeds` (`paired` of the accuracies) and `verdict`.
     """
     comparisons = [compare_runs(a, b, baselines) for a, b in pairs]
     kept = ("first_differing_step", "first_difference", "explanation", "verdict")
@@ -94,19 +93,9 @@ def compare_seeds(pairs: Sequence[Sequence[Run]], baselines: bool = True) -> dic
     ]
     accuracies = [[entry["runs"][side]["accuracy"] for entry in entries] for side in (0, 1)]
     statistics = paired(*accuracies)
-    of_baselines = zip(*(entry["baselines"] or [] for entry in entries), strict=False)
     differing = [of_seed for of_seed in comparisons if of_seed["first_difference"] is not None]
     conclusion = verdict(statistics, *comparisons[0]["names"], unit="seed") if differing else IDENTICAL_TRAINING
-    over_seeds = {
-        "pairs": entries,
-        "paired_seeds": dataclasses.asdict(statistics),
-        "verdict": conclusion,
-        "baselines": [
-            {"name": of_one[0]["name"]}
-            | {"paired_seeds": dataclasses.asdict(paired(accuracies[0], [entry["accuracy"] for entry in of_one]))}
-            for of_one in of_baselines
-        ],
-    }
+    over_seeds = {"pairs": entries, "paired_seeds": dataclasses.asdict(statistics), "verdict": conclusion}
     return [*differing, *comparisons][0] | {"verdict": conclusion, "seeds": over_seeds}
 
 
