@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -154,8 +153,7 @@ class Lab:
 
 def describe_job(world: World) -> dict[str, str]:
     """Return facts about the machine and the job that every figure depends on, by name. Collective."""
-    # Two nodes on one machine have the same name.
-    nodes = max(len(set(all_gather_object(socket.gethostname(), world))), world.topology.nodes)
+    nodes = sum(all_gather_object(world.local_rank == 0, world))
     return {
         "ranks": f"{world.size} on {nodes} node(s)",
         "backend": dist.get_backend(),
