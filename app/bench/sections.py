@@ -231,7 +231,7 @@ def describe_difference(accuracies: pd.DataFrame, name: str) -> str:
         return ""
     compared = paired(accuracies[name], accuracies.iloc[:, 0])
     shown, interval = points(compared.mean_a - compared.mean_b), compared.difference
-    return shown if interval is None else f"{shown} [{points(interval.low)}, {points(interval.high)}]"
+    return shown if interval is None else f"{shown} [{points(interval['low'])}, {points(interval['high'])}]"
 
 
 def train_all(lab: Lab, variants: Mapping[str, Settings]) -> tuple[pd.DataFrame, dict[str, list[list[float]]]]:

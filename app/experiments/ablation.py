@@ -145,7 +145,7 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     statistics = [paired(group["accuracy"], group["baseline_accuracy"]) for _, group in groups]
     effects["accuracy_difference"] = [found.mean_a - found.mean_b for found in statistics]
     for limit in ("low", "high"):
-        effects[limit] = [getattr(found.difference, limit, math.nan) for found in statistics]
+        effects[limit] = [(found.difference or {}).get(limit, math.nan) for found in statistics]
     return effects.reset_index()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from sklearn.dummy import DummyClassifier
@@ -47,7 +46,7 @@ def measure_baselines(run: Run) -> list[dict[str, Any]]:
     for name, classifier in classifiers.items():
         predicted = classifier.fit(texts[train], labels[train]).predict(texts[split.test])
         interval = wilson_interval(int((labels[split.test] == predicted).sum()), len(predicted))
-        baselines.append({"name": name, "accuracy": interval.estimate, "interval": dataclasses.asdict(interval)})
+        baselines.append({"name": name, "accuracy": interval["estimate"], "interval": interval})
     return baselines
 
 

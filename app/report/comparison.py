@@ -119,9 +119,9 @@ def _compare(a: Run, b: Run) -> dict[str, Any]:
         "n": compared.n,
         "a_only": int((correct_a & ~correct_b).sum()),
         "b_only": int((correct_b & ~correct_a).sum()),
-        "accuracy_a": dataclasses.asdict(wilson_interval(int(correct_a.sum()), compared.n)),
-        "accuracy_b": dataclasses.asdict(wilson_interval(int(correct_b.sum()), compared.n)),
-        "difference": compared.difference and dataclasses.asdict(compared.difference),
+        "accuracy_a": wilson_interval(int(correct_a.sum()), compared.n),
+        "accuracy_b": wilson_interval(int(correct_b.sum()), compared.n),
+        "difference": compared.difference,
         "p_value": compared.p_value,
     }
     found = {"first_difference": difference, "first_differing_step": step, "statistics": statistics}

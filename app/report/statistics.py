@@ -9,6 +9,7 @@ Accuracies and differences are fractions; only `verdict` uses percentage points.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,16 +18,7 @@ from scipy import stats
 from ..common.formats import points
 
 CONFIDENCE = 0.95  # of all intervals
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An estimate and its two-sided confidence interval, `low <= estimate <= high`."""
-
-    estimate: float
-    low: float
-    high: float
-    confidence: float = CONFIDENCE
+Interval = dict[str, float]  # `estimate`, and the two-sided confidence interval: `low`, `high` and `confidence`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,7 @@ def paired(a: ArrayLike, b: ArrayLike) -> Paired:
     if n > 1 and np.ptp(gaps) > rounding:
         test = stats.ttest_rel(a, b)
         limits = test.confidence_interval(CONFIDENCE)
-        difference = Interval(float(gaps.mean()), float(limits.low), float(limits.high))
+        difference = _interval(gaps.mean(), limits)
         p_value = float(test.pvalue)
     std_a, std_b = (float(x.std(ddof=1)) if n > 1 else None for x in (a, b))
     return Paired(n, float(a.mean()), std_a, float(b.mean()), std_b, difference, p_value)
@@ -62,7 +54,11 @@ def paired(a: ArrayLike, b: ArrayLike) -> Paired:
 def wilson_interval(correct: int, n: int) -> Interval:
     """Return Wilson's score interval for an accuracy of `n` >= 1 rows. Wilson (1927), JASA 22:209."""
     limits = stats.binomtest(correct, n).proportion_ci(CONFIDENCE, method="wilson")
-    return Interval(correct / n, float(limits.low), float(limits.high))
+    return _interval(correct / n, limits)
+
+
+def _interval(estimate: float, limits: Any) -> Interval:
+    return {"estimate": float(estimate), "low": float(limits.low), "high": float(limits.high), "confidence": CONFIDENCE}
 
 
 def verdict(compared: Paired, name_a: str, name_b: str, *, unit: str) -> str:
@@ -72,7 +68,7 @@ def verdict(compared: Paired, name_a: str, name_b: str, *, unit: str) -> str:
     if interval is None or p_value is None:
         return f"Undecided {over}: {name_a} − {name_b} is {points(gap)} points on each of them"
     if p_value >= 1 - CONFIDENCE:
-        within = f"[{points(interval.low)}, {points(interval.high)}] points"
+        within = f"[{points(interval['low'])}, {points(interval['high'])}] points"
         return f"Indistinguishable {over}: the difference could be anywhere in {within}"
     better, worse = (name_a, name_b) if gap > 0 else (name_b, name_a)
     chance = "p < 0.001" if p_value < 0.001 else f"p = {p_value:.2g}"

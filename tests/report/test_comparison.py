@@ -108,7 +108,7 @@ def test_baselines_agree_with_a_manual_calculation_and_may_be_trained_on_a_sampl
     run, _ = make_pair()
     majority, n_grams = measure_baselines(run)
     correct = int((run.predictions["label"] == "1").sum())  # two thirds, in the training rows and in the test rows
-    interval = dataclasses.asdict(wilson_interval(correct, len(run.predictions)))
+    interval = wilson_interval(correct, len(run.predictions))
     assert majority == {"name": "majority class", "accuracy": correct / len(run.predictions), "interval": interval}
     assert n_grams["name"] == "TF-IDF + logistic regression"
     assert n_grams["accuracy"] == 1.0, "one class contains 差, the other one 好"

@@ -17,7 +17,7 @@ WILSON = [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1
 @pytest.mark.parametrize(("correct", "n", "low", "high"), WILSON)
 def test_the_interval_of_an_accuracy_is_wilsons(correct, n, low, high):
     interval = wilson_interval(correct, n)
-    assert (interval.estimate, interval.low, interval.high) == pytest.approx((correct / n, low, high), abs=5e-5)
+    assert [interval[name] for name in ("estimate", "low", "high")] == pytest.approx([correct / n, low, high], abs=5e-5)
 
 
 def test_values_are_paired_as_in_the_t_test_of_their_differences():
@@ -25,7 +25,7 @@ def test_values_are_paired_as_in_the_t_test_of_their_differences():
     found, expected = paired(a, b), stats.ttest_1samp(a - b, 0)
     low, high = expected.confidence_interval(0.95)
     assert (found.n, found.p_value) == (12, pytest.approx(expected.pvalue))
-    interval = (found.difference.low, found.difference.estimate, found.difference.high)
+    interval = tuple(found.difference[name] for name in ("low", "estimate", "high"))
     assert interval == pytest.approx((low, np.mean(a - b), high))
     of_each = (found.mean_a, found.std_a, found.mean_b, found.std_b)
     assert of_each == pytest.approx((a.mean(), stats.tstd(a), b.mean(), stats.tstd(b)))
@@ -39,7 +39,7 @@ def test_the_verdict_names_the_better_one_exactly_if_the_test_rejects_and_the_in
     line = verdict(result, "A", "B", unit="test row")
     if result.difference is not None:
         rejects = result.p_value < 0.05
-        assert rejects != (result.difference.low <= 0 <= result.difference.high)
+        assert rejects != (result.difference["low"] <= 0 <= result.difference["high"])
         assert ("is better than" in line) == rejects
         assert line.startswith("A is better") == (rejects and a_only > b_only)
         assert not rejects or line == verdict(paired(b, a), "B", "A", unit="test row")
