@@ -22,15 +22,8 @@ NAME = SCRIPT + '--><img src=x onerror=alert(1)>$\\frac{$&quot;" id="x_1" \\1\\g
 
 @pytest.fixture(scope="module")
 def comparison(hostile, tmp_path_factory):
-    a = {"learning_rate": 0.5, "path": NAME, "threads": 1}
-    return compare_runs(*pair_of(tmp_path_factory.mktemp("runs"), hostile, a=a, b={"threads": 2}))
-
-
-@pytest.fixture
-def identical(make_pair, hostile):
-    """Identical runs, whose settings differ in what does not describe the training."""
-    a, b = {"output_dir": "a", "bf16": True}, {"output_dir": "b"}
-    return compare_runs(*make_pair(reviews=hostile, same=True, a=a, b=b), baselines=False)
+    a = {"learning_rate": 0.5, "path": NAME, "threads": 1, "code": SCRIPT}
+    return compare_runs(*pair_of(tmp_path_factory.mktemp("runs"), hostile, a=a, b={"threads": 2, "code": 1}))
 
 
 def text_of(page: str) -> str:
@@ -51,7 +44,6 @@ def rows_of(table: str) -> list[str]:
 
 
 def test_the_page_shows_hostile_text_literally_without_scripts_and_requests(comparison):
-    """tests/report/test_page.py opens one in a browser."""
     page = as_html(comparison)
     assert not re.search(ACTIVE_TAG, page)
     assert not re.search(r"url\((?!#)|@import", page)
@@ -85,11 +77,10 @@ def test_the_reports_show_the_values(comparison):
     assert re.findall(r"row (\d+) ", section) == [str(row["row"]) for row in rows]
     assert "learning_rate" in text.partition("Settings that differ")[2]
     for page in (markdown, text):
-        assert "F1 (class <script>document" in page.replace("&lt;", "<").replace("&gt;", ">")
-        assert (
-            "Different from step 1 on: threads 1 and 2, learning_rate 0.5 and 0.001; start both with --threads 1"
-            in page
-        )
+        page = page.replace("&lt;", "<").replace("&gt;", ">")
+        assert "F1 (class <script>document" in page
+        cause = f"threads 1 and 2, learning_rate 0.5 and 0.001, code {SCRIPT} and 1; start both with --threads 1"
+        assert f"Different from step 1 on: {cause}" in page
         assert "step 1: the loss is " in page
 
 
@@ -103,7 +94,9 @@ def test_scores_of_different_classes_have_no_difference(make_pair):
     assert "F1 (class 1) and F1 (class 0) 0.5000 0.5000 –" in texts(comparison)[1], "both are shown"
 
 
-def test_identical_runs_list_the_reviews_that_both_misclassify(identical):
+def test_identical_runs_list_the_reviews_that_both_misclassify(make_pair, hostile):
+    a, b = {"output_dir": "a", "bf16": True}, {"output_dir": "b"}  # these do not describe the training
+    identical = compare_runs(*make_pair(reviews=hostile, same=True, a=a, b=b), baselines=False)
     markdown, text = as_markdown(identical), text_of(as_html(identical))
     total, numbers = identical["n_misclassified_by_both"], [row["row"] for row in identical["misclassified_by_both"]]
     assert total > len(numbers) == 20
