@@ -21,6 +21,10 @@ TRAFFIC_NOTE = (
     "From the second step on: in the first one, `ddp` and `zero1` exchange all gradients at once. A rank receives as "
     f"much as it sends. `python -m {PACKAGE}.bench.traffic` counts each collective."
 )
+KERNELS_NOTE = (
+    "Activations are those of CPU kernels, because PyTorch sees no GPU here. Plan on a machine with a GPU to count "
+    "those of its kernels.\n"
+)
 LEAVING_NOTE = (
     "The bytes that leave a node are those that all of its ranks send to other nodes; all-gathers and all-reduces "
     "among all ranks are assumed to be rings."
@@ -52,7 +56,7 @@ def describe_plans(plans: Sequence[Plan], budget: int | None = None) -> str:
     parts = [
         f"# Plan of a training step\n\n{headline(plan)}\n",
         f"## Memory of the rank that needs most, in MiB\n\n{table_of_memory(plans, budget)}",
-        *note_on_kernels(plan),
+        *([] if plan.on_gpus or plan.settings.use_cpu else [KERNELS_NOTE]),
         f"## Traffic: what a rank sends in a step, in MiB\n\n{table_of_traffic(plans)}",
         f"{TRAFFIC_NOTE}{f' {LEAVING_NOTE}' if plan.topology.nodes > 1 else ''}\n",
         f"## Verdict\n\n{verdict(plans, budget)}\n",
@@ -68,15 +72,6 @@ def headline(plan: Plan) -> str:
         f"{settings.model}: {n / 1e6:.1f} M parameters; {plan.batches}; {settings.max_length} tokens per row, "
         f"{settings.precision}{checkpointing}"
     )
-
-
-def note_on_kernels(plan: Plan) -> list[str]:
-    if plan.device.type != "cpu" or plan.settings.use_cpu:
-        return []
-    return [
-        "Activations are those of CPU kernels, because PyTorch sees no GPU here. Plan on a machine with a GPU to count "
-        "those of its kernels.\n"
-    ]
 
 
 def table_of_memory(plans: Sequence[Plan], budget: int | None) -> str:
