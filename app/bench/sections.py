@@ -181,7 +181,7 @@ def readiness(lab: Lab) -> None:
     # The median of the passes, on the slowest rank.
     of_ranks = all_gather_object(pd.DataFrame(passes[WARM_UP:]).median(), lab.world)
     seconds = pd.concat(of_ranks, axis=1).max(axis=1).sort_values()
-    sizes = [parameters[name].numel() * parameters[name].element_size() for name in seconds.index]
+    sizes = [parameters[name].nbytes for name in seconds.index]
     half = np.searchsorted(np.cumsum(sizes), sum(sizes) / 2)
     times = [seconds.iloc[0], seconds.iloc[half], seconds.iloc[-1]]
     row = pd.Series([mib(sum(sizes)), *map(format_seconds, times)], ["MiB", "first", "half", "all"])

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..distributed.world import Topology
-from ..plan.memory import bytes_of
+from ..plan.memory import total_bytes
 from ..plan.step import Plan
 from ..plan.traffic import ALL, BETWEEN, INSIDE, Collective, plan_traffic
 from .planned import MEASURED, PREDICTED, compare_with_plan
@@ -114,7 +114,7 @@ class CountCollectives(TorchDispatchMode):
                 arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
             )
             ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-            self.counts[kind, sum(map(bytes_of, tensors)), among_which(ranks, self.topology)] += 1
+            self.counts[kind, total_bytes(tensors), among_which(ranks, self.topology)] += 1
         return operation(*args, **(kwargs or {}))
 
 

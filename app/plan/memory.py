@@ -64,7 +64,7 @@ def plan_memory(plan: Plan) -> list[RankMemory]:
     if plan.strategy in WRAPPED_IN_DDP:
         sent = complete // trainable[0].element_size() * sent_bytes(plan, trainable[0])
         buckets = buckets_in_flight(2 if topology.two_levels else 1, plan.on_gpus) if ranks > 2 else 0
-        received = min(complete, buckets * max(plan.bucket_cap or BUCKET_CAP, *map(bytes_of, trainable)))
+        received = min(complete, buckets * max(plan.bucket_cap or BUCKET_CAP, *(p.nbytes for p in trainable)))
         exchange = received * sent // complete
         if settings.ddp_comm_hook in HOOK_DTYPES:  # the rounded copy of every bucket
             exchange += sent
@@ -135,15 +135,11 @@ def assign_to_ranks(parameters: Sequence[torch.Tensor], ranks: int) -> list[list
     return shares
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def total_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(map(bytes_of, tensors))
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def shard_bytes(parameter: torch.Tensor, rank: int, ranks: int) -> int:
     """Return the size of a rank's shard, which FSDP2 forms of rows."""
     rows = parameter.shape[0]
-    return bytes_of(parameter) // rows * divide_rows(rows, rank, ranks)[1]
+    return parameter.nbytes // rows * divide_rows(rows, rank, ranks)[1]
