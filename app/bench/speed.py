@@ -10,8 +10,7 @@ the first two; --max_length, the batch and the precision also to the others.
 
 On a machine that does nothing else, each round trains with every recipe, in jobs of their own, every second round in
 the opposite order. Starting, evaluating and the first steps do not count. Examples per second are real tokens per
-second, divided by the mean length of a review. MFU is 6 x parameters x real tokens / seconds / peak, without embeddings
-and padding (Chowdhery et al. 2022, appendix B); the peak is that of matrix products. Writes speed.md and speed.json.
+second, divided by the mean length of a review. Writes speed.md and speed.json.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch.utils.benchmark import Timer
-from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ..common.errors import UserError
 from ..common.machine import describe_machine
@@ -64,7 +61,7 @@ from .models import with_model_folder
 
 OWN = {"ddp_loop": "train", "trainer_run": "trainer"}  # the programs of `samebits`
 SCRIPTS = Path(__file__).parent / "recipes"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = ("fp32", "bf16")
 
 
 def main() -> int:
@@ -73,8 +70,8 @@ def main() -> int:
     if started_by_torchrun():
         raise UserError(f"it starts jobs itself: use python -m {program_name()} --ranks N, without torchrun")
     settings = select_precision(settings)
-    if settings.precision not in DTYPES:
-        raise UserError(f"--precision {settings.precision}: the recipes train in {' or '.join(DTYPES)}")
+    if settings.precision not in PRECISIONS:
+        raise UserError(f"--precision {settings.precision}: the recipes train in {' or '.join(PRECISIONS)}")
     recipes, ranks = list(dict.fromkeys(options.recipes)), options.ranks
     threads = settings.threads or default_threads(settings.logical_ranks or ranks)
     settings = with_model_folder(replace(settings, csv=str(settings.csv_path), threads=threads))
@@ -89,12 +86,9 @@ def main() -> int:
         facts = {"model": settings.model, "ranks": str(ranks), "threads": f"{threads} per rank"}
         page = Page("Speed", facts | describe_machine(device) | {"command": command_line()}, folder)
         jobs = {recipe: partial(time_recipe, recipe, settings, run, options=options) for recipe in recipes}
-        jobs["peak"] = partial(measure_peak, DTYPES[settings.precision], device, ranks=ranks, threads=threads)
         measured = alternate_jobs(jobs, options.rounds)
         page.section("speed", "Recipes", f"{options.rounds} rounds of {options.steps} steps.")
-        with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(run / MODEL_FOLDER))
-        show(page, measured, recipes, parameters=int(model.num_parameters(exclude_embeddings=True)))
+        show(page, measured, recipes)
         page.write("speed")
     return 0
 
@@ -116,36 +110,22 @@ def time_recipe(recipe: str, settings: Settings, run: Path, *, options: argparse
     return time_steps(program, flags, steps=options.steps, ranks=options.ranks, threads=settings.threads or 0)
 
 
-def measure_peak(dtype: torch.dtype, device: torch.device, *, ranks: int, threads: int) -> pd.Series:
-    """Return the highest speed of square matrix products in FLOP/s, on the cores, or the devices, of all ranks."""
-    on_cpu = device.type == "cpu"
-    n = 2048 if on_cpu else 8192  # large enough for the peak, and on CPUs that emulate bf16 a matter of seconds
-    # Not constant: products of constant matrices draw less power, so a GPU would run faster than in training.
-    matrix = torch.rand(n, n).to(device, dtype)
-    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=ranks * threads if on_cpu else 1)
-    seconds = min(timer.blocked_autorange(min_run_time=1.0).times)
-    return pd.Series({"flops": 2 * n**3 / seconds * (1 if on_cpu else ranks)})
-
-
-def show(page: Page, measured: pd.DataFrame, recipes: list[str], *, parameters: int) -> None:
+def show(page: Page, measured: pd.DataFrame, recipes: list[str]) -> None:
     """Show the speed of each recipe, compared with the first one.
 
     Args:
-        measured: the sums over the steps of a job, or the peak of the devices, by round and job.
+        measured: the sums over the steps of a job, by round and job.
     """
     # Jobs train on reviews of different lengths: examples per second are those of reviews of the mean length.
     tokens = (measured["tokens"] / measured["seconds"]).unstack()[recipes]
     rates = tokens * measured["examples"].sum() / measured["tokens"].sum()
-    # Chowdhery et al. 2022, appendix B, without the attention term: 6 FLOPs per parameter and token.
-    mfu = (6.0 * parameters * tokens).div(measured["flops"].unstack()["peak"], axis=0)
     table = compared(1 / rates).drop(columns="time per step").rename_axis("recipe")
     table.insert(0, "examples/s", rates.median().map("{:.1f}".format))
     padded = measured.groupby("job")[["tokens", "padded_tokens"]].sum()
     table["padding"] = (1 - padded["tokens"] / padded["padded_tokens"]).map("{:.1%}".format)
-    table["MFU"] = mfu.median().map("{:.1%}".format)
     page.table("Speed", table, f"relative: how many times as fast {recipes[0]} is.")
-    rounds = {str(key): row.dropna().to_dict() for key, row in measured.iterrows()}
-    page.numbers |= {"examples_per_second": rates.to_dict("list"), "mfu": mfu.to_dict("list"), "rounds": rounds}
+    rounds = {str(key): row.to_dict() for key, row in measured.iterrows()}
+    page.numbers |= {"examples_per_second": rates.to_dict("list"), "rounds": rounds}
 
 
 if __name__ == "__main__":

@@ -159,7 +159,6 @@ def test_recipes_are_timed_on_two_ranks(start, tmp_path):
         one = measured["rounds"][f"(0, '{name}')"]
         assert one["examples"] == 16, "2 steps of 8 rows, 4 of them on each rank"
         assert one["tokens"] <= one["padded_tokens"] <= 16 * 16
-        assert 0 < measured["mfu"][name][0] < 1
 
 
 def test_scaling_is_measured_and_leaves_nothing(tmp_path):
