@@ -53,15 +53,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the killed ranks and the moments")
     parser.add_argument("--ranks", type=count, default=2, metavar="N", help="processes per job")
     parser.add_argument("--csv", help="reviews to train on (default: the same as for a training run)")
-    parser.add_argument("--folder", type=Path, help="keep runs and logs here (default: delete them)")
     arguments = parser.parse_args()
     settings = Settings(csv=arguments.csv, **SETTINGS)
     check_exists(settings.csv_path)
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
     settings = replace(settings, cache_dir=str(folder / "cache"))
     inject_faults(settings, arguments.ranks, arguments.kills, folder=folder, rng=random.Random(arguments.seed))
-    if arguments.folder is None:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)  # not after a failure
     return 0
 
 
