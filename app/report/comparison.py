@@ -36,17 +36,32 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
     Raises:
         UserError: the runs have different splits, or a file is damaged.
     """
-    compared = _compare(a, b)
+    check_same_rows(a, b)
+    difference = first_difference(a, b)
+    correct_a, correct_b = ((run.predictions["label"] == run.predictions["predicted"]).to_numpy() for run in (a, b))
+    compared = paired(correct_a, correct_b)
     differs = (a.predictions["predicted"] != b.predictions["predicted"]).to_numpy()
     disagreements = _describe_rows(a, b, differs.nonzero()[0])
     # Most confident first, by the mean of the two confidences.
     confidence = sum(run.probabilities.to_numpy().max(axis=1) for run in (a, b))
-    wrong = (~_correct(a) & ~_correct(b)).nonzero()[0]
+    wrong = (~correct_a & ~correct_b).nonzero()[0]
     misclassified = wrong[np.argsort(-confidence[wrong], kind="stable")]
     losses = [[step["loss"] for step in run.steps] for run in (a, b)]
     return {
         "names": run_names(a, b),
-        **compared,
+        "first_difference": difference,
+        "first_differing_step": first_differing_step(a, b),
+        "explanation": difference and explain(a, b, difference),
+        "verdict": IDENTICAL_TRAINING if difference is None else verdict(compared, *run_names(a, b), unit="test row"),
+        "statistics": {
+            "n": compared.n,
+            "a_only": int((correct_a & ~correct_b).sum()),
+            "b_only": int((correct_b & ~correct_a).sum()),
+            "accuracy_a": wilson_interval(int(correct_a.sum()), compared.n),
+            "accuracy_b": wilson_interval(int(correct_b.sum()), compared.n),
+            "difference": compared.difference,
+            "p_value": compared.p_value,
+        },
         "same_evaluations": a.evaluations == b.evaluations,
         "runs": [
             {"path": run.settings["path"], "folder": str(run.folder), "world_size": run.settings["world_size"]}
@@ -61,7 +76,6 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         "common_steps": min(map(len, losses)),
         "max_loss_difference": max(abs(x - y) for x, y in zip(*losses, strict=False)),
         "same_predictions": not disagreements,
-        "same_probabilities": a.probabilities.equals(b.probabilities),
         **_baselines(a, baselines),
         "confusion_matrices": [
             confusion_matrix(run.predictions["label"], run.predictions["predicted"], labels=a.split["classes"]).tolist()
@@ -71,7 +85,6 @@ def compare_runs(a: Run, b: Run, baselines: bool = True) -> dict[str, Any]:
         "misclassified_by_both": _describe_rows(a, b, misclassified[:LISTED_ROWS]),
         "n_misclassified_by_both": len(misclassified),
         "settings": [run.settings for run in (a, b)],
-        "evaluations": [run.evaluations for run in (a, b)],
         "losses": losses,
     }
 
@@ -109,28 +122,6 @@ def run_names(a: Run, b: Run) -> list[str]:
     return [str(Path(*of_run[n_equal::-1])) for of_run in parts]
 
 
-def _compare(a: Run, b: Run) -> dict[str, Any]:
-    """Return where two runs on the same rows first differ, how often each is right, and why, and what that means."""
-    check_same_rows(a, b)
-    difference, step = first_difference(a, b), first_differing_step(a, b)
-    correct_a, correct_b = (_correct(run) for run in (a, b))
-    compared = paired(correct_a, correct_b)
-    statistics = {
-        "n": compared.n,
-        "a_only": int((correct_a & ~correct_b).sum()),
-        "b_only": int((correct_b & ~correct_a).sum()),
-        "accuracy_a": wilson_interval(int(correct_a.sum()), compared.n),
-        "accuracy_b": wilson_interval(int(correct_b.sum()), compared.n),
-        "difference": compared.difference,
-        "p_value": compared.p_value,
-    }
-    found = {"first_difference": difference, "first_differing_step": step, "statistics": statistics}
-    if difference is None:
-        return found | {"verdict": IDENTICAL_TRAINING, "explanation": None}
-    conclusion = verdict(compared, *run_names(a, b), unit="test row")
-    return found | {"verdict": conclusion, "explanation": explain(a, b, difference)}
-
-
 def _describe_rows(a: Run, b: Run, positions: NDArray[np.intp]) -> list[dict[str, Any]]:
     """Return row number, label, both predictions, all probabilities and the review of some test rows."""
     probabilities = [run.probabilities.to_numpy() for run in (a, b)]
@@ -154,7 +145,3 @@ def _baselines(run: Run, is_wanted: bool) -> dict[str, Any]:
         return {"floors": measure_baselines(run), "why_no_floors": None}
     except UserError as problem:
         return {"floors": None, "why_no_floors": str(problem)}
-
-
-def _correct(run: Run) -> NDArray[np.bool_]:
-    return np.asarray(run.predictions["label"] == run.predictions["predicted"], dtype=bool)
