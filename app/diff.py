@@ -7,7 +7,8 @@ A and B are run folders of this program, JSON Lines or CSV files with a number `
 without it holds settings), `trainer_state.json` of Trainer or TRL, TensorBoard's event files, or folders of these.
 What both have is compared; times, memory and texts are left out. Numbers are equal if all their bits are, or if both
 are NaN. ULPs are the fp32 numbers from one fp32 number to another, or else the fp64 numbers. Of two runs with
---trace_tensors, the first tensor that differs is named. Exit statuses: 0 equal, and both end at the same step;
+--trace_tensors, or two files `…tensors.jsonl`, the first tensor that differs is named. Exit statuses: 0 equal, and both
+end at the same step;
 1 different; 2 a mistake, such as a file that cannot be read.
 """
 
@@ -47,20 +48,26 @@ SETTINGS_OF_STATE = "train_batch_size", "max_steps", "num_train_epochs", "loggin
 TIMES = "seconds|time|timestamp|elapsed|duration|throughput|t?flops|mfu|tps|mem|memory"
 TIME = re.compile(rf"per_sec|runtime|(?<![a-z])({TIMES})(?![a-z])", re.IGNORECASE)
 
+# Of a line in tensors.jsonl. Logical rank and micro-batch are null for what all logical ranks share.
+NUMBERS = {"step": "step", "logical_rank": "logical rank", "micro_batch": "micro-batch"}
+PLACE = [*NUMBERS, "phase"]
+
 
 class Training(NamedTuple):
     name: str
     table: pd.DataFrame  # with the columns step, quantity and value (float64)
     settings: Mapping[str, Any]
     left_out: set[str]  # quantities that are not compared
+    trace: pd.DataFrame | None = None  # from `read_trace`
 
 
 def main() -> int:
     _, options = PROGRAM.parse(sys.argv[1:])
-    a, b = Path(options["A"]), Path(options["B"])
-    result = compare(read(a), read(b), options["rtol"])
-    if (a / TENSORS).is_file() and (b / TENSORS).is_file():
-        n, difference = first_difference_of_traces(a / TENSORS, b / TENSORS)
+    a, b = read(Path(options["A"])), read(Path(options["B"]))
+    only_traces = a.table.empty and b.table.empty
+    result = {"equal": True} if only_traces else compare(a, b, options["rtol"])
+    if a.trace is not None and b.trace is not None:
+        n, difference = first_difference_of_traces(a.trace, b.trace)
         trace = difference or ("equal" if n else "no step is traced in both")
         is_equal = result.pop("equal") and trace == "equal"
         result |= {"traced_tensors_in_common": n, "trace": trace, "equal": is_equal}
@@ -101,22 +108,15 @@ def compare(a: Training, b: Training, rtol: float | None = None) -> dict[str, An
     }
 
 
-def first_difference_of_traces(path_a: Path, path_b: Path) -> tuple[int, str | None]:
+def first_difference_of_traces(a: pd.DataFrame, b: pd.DataFrame) -> tuple[int, str | None]:
     """Return how many tensors two traces have in common, and one line about the first that differs, if any."""
-    numbers = {"logical_rank": "logical rank", "micro_batch": "micro-batch"}  # null for sums and parameters
-    part, traces = ["step", *numbers, "phase"], []
-    for path, norm in ((path_a, "norm_a"), (path_b, "norm_b")):
-        trace = pd.DataFrame(read_lines(path), columns=[*part, "name", "hash", "norm"])
-        trace = trace.fillna(dict.fromkeys(numbers, -1)).astype(dict.fromkeys(["step", *numbers], int))
-        call = trace.groupby([*part, "name"]).cumcount()  # a module may be called again
-        traces.append(trace.assign(call=call).rename(columns={"hash": "value", "norm": norm}))
-    both = compare_values(traces[0], traces[1])
+    both = compare_values(a.rename(columns={"norm": "norm_a"}), b.rename(columns={"norm": "norm_b"}))
     if both["equal"].all():
         return len(both), None
     first = int(both["equal"].argmin())
     x: Any = both.loc[first]
-    n = int((both[part][:first] == x[part]).all(axis=1).sum())
-    where = [f"step {x['step']}", *(f"{name} {x[key]}" for key, name in numbers.items() if x[key] >= 0)]
+    n = int((both[PLACE][:first] == x[PLACE]).all(axis=1).sum())
+    where = [f"{name} {x[key]}" for key, name in NUMBERS.items() if x[key] >= 0]
     things = "outputs" if x["phase"] == "forward" else f"{x['phase']}s"
     phase = "in the forward pass" if x["phase"] == "forward" else f"among the {things}"
     distance = ulps(x["norm_a"], x["norm_b"])
@@ -141,10 +141,14 @@ def describe(result: Mapping[str, Any]) -> str:
 def read(path: Path) -> Training:
     """Read what a training has logged. Raise UserError if it cannot be read."""
     try:
+        if path.name.endswith(TENSORS.name):  # from FixedTree.trace_tensors
+            table = pd.DataFrame({"step": [0], "quantity": "", "value": 0.0})[:0]
+            return Training(str(path), table, {}, set(), read_trace(path))
         if (path / STEPS).is_file():
             lines = read_lines(path / EVALUATIONS) if (path / EVALUATIONS).is_file() else ()
             named = ({k if k == "step" else f"eval_{k}": row[k] for k in row if k != "rows"} for row in lines)
-            return collect(path, [*read_lines(path / STEPS), *named], read_object(path, SETTINGS))
+            run = collect(path, [*read_lines(path / STEPS), *named], read_object(path, SETTINGS))
+            return run._replace(trace=read_trace(path / TENSORS)) if (path / TENSORS).is_file() else run
         if "tfevents" in path.name or any(path.glob("*tfevents*")):
             return collect(path, read_events(path))
         path = path / STATE if path.is_dir() else path
@@ -195,6 +199,13 @@ def to_number(value: Any) -> float | None:
         return float("nan" if value is None else value)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def read_trace(path: Path) -> pd.DataFrame:
+    """Return a row for each tensor: PLACE, `name`, `call` (a module may be called again), `value` (hash) and `norm`."""
+    trace = pd.DataFrame([*read_lines(path)])[[*PLACE, "name", "hash", "norm"]]
+    trace = trace.fillna(dict.fromkeys(NUMBERS, -1)).astype(dict.fromkeys(NUMBERS, int))
+    return trace.assign(call=trace.groupby([*PLACE, "name"]).cumcount()).rename(columns={"hash": "value"})
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ strategies of this application use the same classes: `GradientTree`, `FixedOrder
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from .model.dropout import seed_generators
 from .settings import Settings
 from .strategies.base import GradientTree
 from .strategies.reduction import FixedOrderAllReduce, TreeSum, sum_pairwise
+from .tracing import TensorTrace
 
 AnyTrainer: Any = object  # your class names Trainer as well: a loop without it need not import it
 
@@ -111,6 +114,7 @@ class FixedTree(GradientTree):
         if threads or self.device.type == "cpu":
             torch.set_num_threads(threads or default_threads(logical_ranks))
         self.divisor = plan.logical_ranks_per_rank if divides else 1
+        self.trace = TensorTrace(range(0), self.logical_ranks, 1, device=self.device)
         if isinstance(model, DistributedDataParallel):
             model.broadcast_buffers = False  # a second forward pass in a micro-batch would begin with those of rank 0
             if model.static_graph or model.process_group is not dist.group.WORLD:
@@ -125,6 +129,17 @@ class FixedTree(GradientTree):
             self.register(all_reduce)
             # Released after DDP's reducer, which would wait for gloo's threads without releasing the GIL: a deadlock.
             object.__setattr__(model, "group_of_fixed_tree", model.process_group)
+
+    def trace_tensors(self, file: str | Path, first: int, last: int) -> None:
+        """Write hashes and norms of the tensors of these steps, counted from 1, to a file (see app/tracing.py).
+
+        Call it on every process, before the first of these steps. `samebits diff` compares two such files.
+        """
+        self.trace.steps, self.trace_file = range(first, last + 1), Path(file)
+        self.trace_file.parent.mkdir(parents=True, exist_ok=True)
+        self.trace_file.unlink(missing_ok=True)
+        self.trace.name_tensors(getattr(self.wrapped, "module", self.wrapped))
+        self.trace.factor = self.divisor / len(self.logical_ranks)  # of a loss that is divided by their number
 
     @contextmanager
     def micro_batch(self, step: int, logical_rank: int, *, seed: int = 42) -> Iterator[None]:
@@ -153,7 +168,8 @@ class FixedTree(GradientTree):
             if versions and versions != self._versions() and not torch.equal(self._flat_buffers(), values):
                 problem = "after a forward pass in train() mode, weights depend on the number of processes: use eval()"
                 warnings.warn(f"FixedTree: BatchNorm's or other buffers changed elsewhere: {problem}", stacklevel=3)
-            self.step, self.updates, self.buffers_before = step, 0, [buffer.clone() for buffer in self.buffers]
+            self.step, self.trace.step = step, step + 1
+            self.updates, self.buffers_before = 0, [buffer.clone() for buffer in self.buffers]
         for buffer, before in zip(self.buffers, self.buffers_before, strict=True):
             buffer.copy_(before)
         with ExitStack() as stack:  # outside of it, nothing must follow from these seeds
@@ -162,6 +178,7 @@ class FixedTree(GradientTree):
             devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(self.accumulate(number))
+            stack.enter_context(self.trace.micro_batch(number))
             seed_generators(seed, step, logical_rank)
             counted: set[torch.Tensor] = set()
             for parameter in (parameter for parameter in self.parameters if parameter.requires_grad):
@@ -192,6 +209,7 @@ class FixedTree(GradientTree):
             if exchanges != 1:
                 problem = "not once: call the DistributedDataParallel itself, and outside of micro_batch in no_grad()"
                 raise RuntimeError(f"micro_batch: backward() exchanged gradients {exchanges} times, {problem}")
+        self.trace.add_mean_gradients()
 
     def _add_buffers(self, is_last: bool) -> None:
         """Make each floating-point buffer the mean over the logical ranks; DDP would keep that of rank 0."""
@@ -207,6 +225,7 @@ class FixedTree(GradientTree):
             total = sum_pairwise(sums)
         for buffer, mean in zip(self.averaged, total.split([x.numel() for x in self.averaged]), strict=True):
             buffer.copy_(mean.view_as(buffer))
+        self.trace.add_buffers()
         self.after_step = self._versions(), self._flat_buffers()
 
     def _versions(self) -> list[int]:
@@ -220,6 +239,10 @@ def count_update(tree: weakref.ref[FixedTree], optimizer: torch.optim.Optimizer,
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if (own := tree()) is not None and not {*own.parameters}.isdisjoint(parameters):
         own.updates += 1
+        lines = own.trace.add_update(optimizer)
+        if lines and 0 in own.logical_ranks:
+            with own.trace_file.open("a") as file:
+                file.writelines(f"{json.dumps(line)}\n" for line in lines)
 
 
 def count_gradient(counted: set[torch.Tensor], parameter: torch.Tensor) -> None:
@@ -238,6 +261,7 @@ class FixedTreeTrainerMixin(AnyTrainer):  # type: ignore[misc]
 
     logical_ranks = 0  # to be set in your class, as for `FixedTree`
     threads: int | None = None
+    trace_steps: tuple[int, int] | None = None  # the first and the last step for tensors.jsonl in `output_dir`
     tree: Any = None  # a FixedTree, from the first step on
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -264,6 +288,8 @@ class FixedTreeTrainerMixin(AnyTrainer):  # type: ignore[misc]
         """Train on a micro-batch of the next logical rank. Trainer divides the loss by their number."""
         if self.tree is None or self.tree.wrapped is not model:
             self.tree = FixedTree(model, self.logical_ranks, threads=self.threads, divides=False)
+            if self.trace_steps:
+                self.tree.trace_tensors(Path(self.args.output_dir, "tensors.jsonl"), *self.trace_steps)
         logical_rank = self.tree.logical_ranks[self.tree.done % len(self.tree.logical_ranks)]
         with self.tree.micro_batch(self.state.global_step, logical_rank, seed=self.args.seed):
             return super().training_step(model, *args, **kwargs)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ ranks nor the strategy nor the path, so two trainings that should be bitwise ide
     forward         of a module, with `[i]` for a tensor of a tuple, in the order in which the modules return
     gradient        of a parameter: what the micro-batch adds to it, in the reverse order of the model's parameters
     summed gradient of a parameter: the mean over the logical ranks before clipping, in the same order
+    buffer          after the last micro-batch; only `FixedTree.trace_tensors` has them
     parameter       after the update, in the order of the model
     moment          after the update: `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`
 
@@ -26,29 +27,30 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from .common.errors import AgreedError
-from .distributed.collectives import all_gather_object
 from .distributed.world import World
 from .settings import Settings
-from .strategies.base import Strategy, Tensors
-from .strategies.optimization import MOMENTS, loss_factor
+from .strategies.base import Strategy
+from .strategies.optimization import loss_factor
 
-PHASES = ("forward", "gradient", "summed gradient", "parameter", "moment")
+PHASES = ("forward", "gradient", "summed gradient", "buffer", "parameter", "moment")
 Place = tuple[int, int] | tuple[None, None]  # logical rank and micro-batch
 # Where a line is among those of its step (logical rank, micro-batch, phase, position in it), and its items.
 Record = tuple[tuple[float, int, int, int], tuple[tuple[str, Any], ...]]
 
 
-def traced(strategy: Strategy, settings: Settings, step: int, *, world: World) -> Strategy:
+def traced(strategy: Strategy, settings: Settings, step: int, *, world: World) -> Any:
     """Return the strategy; with `--trace_tensors`, one that also records its tensors.
 
     Args:
@@ -65,79 +67,82 @@ def traced(strategy: Strategy, settings: Settings, step: int, *, world: World) -
     return TracedStrategy(strategy, range(first, last + 1), step + 1, world=world, precision=settings.precision)
 
 
-class TracedStrategy:
-    """A strategy that also records tensors. Implements `Strategy`: another one does the work."""
+class TensorTrace:
+    """Records the tensors of some steps. `TracedStrategy` and `app.fixed_tree.FixedTree` call it."""
 
-    def __init__(self, strategy: Strategy, steps: range, step: int, *, world: World, precision: str) -> None:
+    def __init__(
+        self,
+        steps: range,
+        logical_ranks: Sequence[int],
+        accumulation_steps: int,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        step: int = 1,
+    ) -> None:
         """
         Args:
-            strategy: the one that does the work.
             steps: those to trace.
+            logical_ranks: those of this process.
+            group: of all processes, for objects.
             step: the next one, counted from 1.
         """
-        self.strategy, self.steps, self.step, self.world = strategy, steps, step, world
-        self.name, self.plan = strategy.name, strategy.plan
-        self.logical_ranks, self.shards_optimizer = strategy.logical_ranks, strategy.shards_optimizer
+        self.steps, self.step, self.device, self.group = steps, step, device, group
+        self.logical_ranks, self.accumulation_steps = logical_ranks, accumulation_steps
         # Parts of the gradients that depend on the number of ranks: of a micro-batch's, and of the mean's. They are
         # powers of two, so removing them changes no other bit. In fp16, the loss scale remains.
-        self.mean_factor = loss_factor(precision, self.plan)
-        self.factor = self.mean_factor / self.plan.logical_ranks_per_rank
+        self.factor = self.mean_factor = 1.0
         self.records: list[Record] = []
 
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        # The names before FSDP2 replaces classes and parameters. A tied parameter has one name.
+    def name_tensors(self, model: torch.nn.Module) -> None:
+        """Keep the names before FSDP2 replaces classes and parameters. A tied parameter has one name."""
         self.model = model
         self.modules = {module: name or type(model).__name__ for name, module in model.named_modules()}
         first_names = {parameter: name for name, parameter in model.named_parameters()}
+        self.positions = {name: position for position, name in enumerate(first_names.values())}
         self.names = {
             (module, attribute): first_names[parameter]
             for module in self.modules
             for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         }
-        wrapped = self.strategy.wrap(model)
-        self.parameters = dict(model.named_parameters())
-        self.positions = {name: position for position, name in enumerate(self.parameters)}
-        return wrapped
 
-    def build_optimizer(self, groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-        return self.strategy.build_optimizer(groups, **options)
-
-    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return self.strategy.local_optimizer(optimizer)
-
-    def gather_model_state(self, model: torch.nn.Module) -> Tensors:
-        return self.strategy.gather_model_state(model)
-
-    def accumulate(self, wrapped: torch.nn.Module, number: int) -> AbstractContextManager[Any]:
-        context = self.strategy.accumulate(wrapped, number)
-        return self._record_micro_batch(context, number) if self.step in self.steps else context
-
-    def clip_grad_norm(self, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
-        for name, parameter in self.parameters.items() if self.step in self.steps else ():
+    def add_mean_gradients(self) -> None:
+        """Add the mean gradients over the logical ranks, before they are clipped. Collective."""
+        for name, parameter in self.model.named_parameters() if self.step in self.steps else ():
             if parameter.grad is not None:
                 mean = self._complete(parameter.grad) / self.mean_factor
-                self._add("summed gradient", name, mean, position=-self.positions[name])
-        return self.strategy.clip_grad_norm(max_norm, loss_scale)
+                self.add("summed gradient", name, mean, position=-self.positions[name])
 
-    def end_step(self, optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
+    def add_buffers(self) -> None:
+        """Add the buffers, such as BatchNorm's statistics."""
+        for position, (name, buffer) in enumerate(self.model.named_buffers() if self.step in self.steps else ()):
+            self.add("buffer", name, buffer, position=position)
+
+    def add_update(self, optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
         """Return the lines of tensors.jsonl for a step whose update is done; none if it is not traced. Collective."""
         if self.step not in self.steps:
-            self.step += 1
             return []
-        state = self.local_optimizer(optimizer).state  # with zero1, of this rank's parameters only
-        for name, parameter in self.parameters.items():
-            self._add("parameter", name, self._complete(parameter), position=self.positions[name])
-            for i, key in enumerate(MOMENTS if parameter in state else ()):
-                position = len(MOMENTS) * self.positions[name] + i
-                self._add("moment", f"{name}.{key}", self._complete(state[parameter][key]), position=position)
-        distinct = {record for of_rank in all_gather_object(self.records, self.world) for record in of_rank}
-        self.records, self.step = [], self.step + 1
+        for name, parameter in self.model.named_parameters():
+            self.add("parameter", name, self._complete(parameter), position=self.positions[name])
+            state = optimizer.state.get(parameter, {})  # with zero1, of this rank's parameters only
+            moments = [key for key, value in state.items() if getattr(value, "shape", None) == parameter.shape]
+            for i, key in enumerate(moments):
+                position = len(moments) * self.positions[name] + i
+                self.add("moment", f"{name}.{key}", self._complete(state[key]), position=position)
+        records = [self.records]
+        if dist.is_initialized():
+            records *= dist.get_world_size(self.group)
+            dist.all_gather_object(records, self.records, group=self.group)
+        distinct, self.records = {*chain.from_iterable(records)}, []
         return [dict(items) for _, items in sorted(distinct)]
 
     @contextmanager
-    def _record_micro_batch(self, context: AbstractContextManager[Any], number: int) -> Iterator[None]:
-        """Add the tensors of the forward and backward passes inside `context`."""
-        index, micro_batch = divmod(number, self.plan.accumulation_steps)
+    def micro_batch(self, number: int) -> Iterator[None]:
+        """Add the tensors of the passes in this block: those of micro-batch `number` of a step, counted from 0."""
+        if self.step not in self.steps:
+            yield
+            return
+        index, micro_batch = divmod(number, self.accumulation_steps)
         place = (self.logical_ranks[index], micro_batch)
         calls: Counter[str] = Counter()
         hooked: set[torch.Tensor] = set()
@@ -148,7 +153,7 @@ class TracedStrategy:
                 name = self.modules[module] + ("" if tensor is output else f"[{i}]")
                 calls[name] += 1
                 name += f" (call {calls[name]})" if calls[name] > 1 else ""
-                self._add("forward", name, tensor, place=place, position=calls.total())
+                self.add("forward", name, tensor, place=place, position=calls.total())
             if module is self.model:  # --activation_checkpointing repeats parts of the forward pass after its end
                 forward_hooks.close()
 
@@ -161,7 +166,7 @@ class TracedStrategy:
                         add = partial(self._add_gradient, self.names[submodule, attribute], place)
                         hooks.enter_context(parameter.register_hook(add))
 
-        with context, ExitStack() as hooks, ExitStack() as forward_hooks:
+        with ExitStack() as hooks, ExitStack() as forward_hooks:
             for module in self.modules:
                 forward_hooks.enter_context(module.register_forward_pre_hook(hook_parameters))
                 forward_hooks.enter_context(module.register_forward_hook(add_outputs))
@@ -169,19 +174,52 @@ class TracedStrategy:
 
     def _add_gradient(self, name: str, place: Place, gradient: torch.Tensor) -> None:
         """Add what a backward pass adds to the gradient of a parameter."""
-        self._add("gradient", name, gradient / self.factor, place=place, position=-self.positions[name])
+        self.add("gradient", name, gradient / self.factor, place=place, position=-self.positions[name])
 
     def _complete(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return all of a tensor, on every rank. Collective if it is sharded."""
-        tensor = tensor.detach().to(self.world.device)  # NCCL cannot send offloaded ones from main memory
+        tensor = tensor.detach().to(self.device)  # NCCL cannot send offloaded ones from main memory
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def _add(self, phase: str, name: str, tensor: torch.Tensor, *, place: Place = (None, None), position: int) -> None:
+    def add(self, phase: str, name: str, tensor: torch.Tensor, *, place: Place = (None, None), position: int) -> None:
         logical_rank, micro_batch = place
         line = {"step": self.step, "logical_rank": logical_rank, "micro_batch": micro_batch, "phase": phase}
         line |= {"name": name, **hash_and_norm(tensor)}
         order = (math.inf if logical_rank is None else logical_rank, micro_batch or 0, PHASES.index(phase), position)
         self.records.append((order, tuple(line.items())))
+
+
+class TracedStrategy(TensorTrace):
+    """A strategy that also records tensors. Its other attributes are those of `strategy`."""
+
+    def __init__(self, strategy: Strategy, steps: range, step: int, *, world: World, precision: str) -> None:
+        self.strategy, plan = strategy, strategy.plan
+        place: Any = {"device": world.device, "group": world.control_group, "step": step}
+        super().__init__(steps, strategy.logical_ranks, plan.accumulation_steps, **place)
+        self.mean_factor = loss_factor(precision, plan)
+        self.factor = self.mean_factor / plan.logical_ranks_per_rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.strategy, name)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.name_tensors(model)
+        return self.strategy.wrap(model)
+
+    @contextmanager
+    def accumulate(self, wrapped: torch.nn.Module, number: int) -> Iterator[None]:
+        with self.strategy.accumulate(wrapped, number), self.micro_batch(number):
+            yield
+
+    def clip_grad_norm(self, max_norm: float, loss_scale: torch.Tensor) -> torch.Tensor:
+        self.add_mean_gradients()
+        return self.strategy.clip_grad_norm(max_norm, loss_scale)
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
+        """See `add_update`. Collective."""
+        lines = self.add_update(self.strategy.local_optimizer(optimizer))
+        self.step += 1
+        return lines
 
 
 def hash_and_norm(tensor: torch.Tensor) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from helpers.run_folders import write_run
 from torch.utils.tensorboard import SummaryWriter
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from app.diff import first_difference_of_traces, main
+from app.diff import first_difference_of_traces, main, read_trace
 from app.equality import ulps
 from app.program import run_program
 
@@ -112,7 +112,7 @@ def test_runs_of_this_program_are_compared_with_their_settings_and_traces(tmp_pa
     write(a / "tensors.jsonl", trace)
     write(b / "tensors.jsonl", trace[8:])
     assert diff(a, b)[1]["trace"] == "equal"
-    assert first_difference_of_traces(a / "tensors.jsonl", b / "tensors.jsonl") == (9, None)
+    assert first_difference_of_traces(read_trace(a / "tensors.jsonl"), read_trace(b / "tensors.jsonl")) == (9, None)
     of_sum = "step 11: `layer` differs first among the summed gradients (norms differ by 2 ULP); the 0 summed"
     where = "step 11, logical rank 1, micro-batch 0: `layer` differs first in the forward pass"
     of_call = f"{where} (norms differ by 2 ULP); the 2 outputs before it are equal"
@@ -122,6 +122,9 @@ def test_runs_of_this_program_are_compared_with_their_settings_and_traces(tmp_pa
         status, result = diff(a, b)
         assert (status, result["exact_matches"]) == (1, 12)
         assert result["trace"].startswith(line)
+    status, result = diff(a / "tensors.jsonl", b / "tensors.jsonl")  # as of FixedTree.trace_tensors
+    assert (status, result["trace"].startswith(of_call)) == (1, True)
+    assert diff(a / "tensors.jsonl", write(b / "x.jsonl", [{"step": 1, "loss": 1}]))[0] == 2
 
 
 def test_the_log_of_trainer_is_compared_up_to_the_step_after_which_the_learning_rate_matters(tmp_path, diff):

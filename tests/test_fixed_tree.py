@@ -6,6 +6,7 @@ tests/launched/test_your_own_loop.py runs the examples.
 from __future__ import annotations
 
 import copy
+import json
 import random
 import warnings
 from typing import Any
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 from app.fixed_tree import FixedTree, FixedTreeSampler, FixedTreeTrainerMixin
+from app.tracing import hash_and_norm
 
 V = 4
 
@@ -45,8 +47,8 @@ def step_of(tree: FixedTree, inputs: torch.Tensor, step: int = 0) -> list[torch.
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gradients_and_statistics_are_the_means_over_the_logical_ranks(ranks):
-    """Of plain PyTorch. The tree clears the gradients itself."""
+def test_gradients_and_statistics_are_the_means_over_the_logical_ranks(ranks, tmp_path):
+    """Of plain PyTorch, and so are those of a trace. The tree clears the gradients itself."""
     torch.manual_seed(0)
     model, inputs = Model(), torch.randn(V, 8, 6)
     leaves, means = [], []
@@ -61,10 +63,13 @@ def test_gradients_and_statistics_are_the_means_over_the_logical_ranks(ranks):
     def work(world: Any) -> tuple[Any, ...]:
         options = {"find_unused_parameters": ranks == 2, "gradient_as_bucket_view": ranks == 4}
         tree = FixedTree(DistributedDataParallel(copies[world.rank], **options), V, threads=1)
+        tree.trace_tensors(tmp_path / "tensors.jsonl", 1, 1)
+        optimizer = torch.optim.SGD(tree.parameters, lr=0.0)
         for step in range(2):
             found = step_of(tree, inputs, step)
             if step == 0:
                 buffers = {name: buffer.clone() for name, buffer in copies[world.rank].named_buffers()}
+                optimizer.step()
         return found, buffers, tree.clip_grad_norm_(1e9)
 
     for found, buffers, norm in on_ranks(work, ranks):
@@ -73,6 +78,16 @@ def test_gradients_and_statistics_are_the_means_over_the_logical_ranks(ranks):
         assert torch.equal(buffers["layers.1.running_mean"], add_neighbors([mean / V for mean in means]))
         assert torch.equal(buffers["mask"], model.mask)
         assert buffers["layers.1.num_batches_tracked"] == 2
+    trace = [json.loads(line) for line in (tmp_path / "tensors.jsonl").read_text().splitlines()]
+    hashes = {(line["phase"], line["logical_rank"], line["name"]): line["hash"] for line in trace}
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        assert [hashes["gradient", n, name] for n in range(V)] == [
+            hash_and_norm(leaves[n][i])["hash"] for n in range(V)
+        ]
+        assert hashes["summed gradient", None, name] == hash_and_norm(expected[i])["hash"]
+        assert hashes["parameter", None, name] == hash_and_norm(parameter)["hash"]
+    assert hashes["buffer", None, "layers.1.running_mean"] == hash_and_norm(buffers["layers.1.running_mean"])["hash"]
+    assert len(trace) == len(hashes) == V * (6 + 6) + 6 + 4 + 6
     plain = FixedTree(model, V, threads=1)  # one process without DistributedDataParallel
     assert all(map(torch.equal, step_of(plain, inputs), expected))
 

@@ -16,7 +16,7 @@ from helpers.architectures import write_model
 from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
 from launched.shared_jobs import SharedRuns
 
-from app.diff import first_difference_of_traces
+from app.diff import first_difference_of_traces, read_trace
 from app.runs.hashes import hash_results
 from app.runs.reader import read_run
 from app.runs.schema import TENSORS, TRACKERS
@@ -71,7 +71,7 @@ def write_inputs(folder: Path, csv: Path) -> None:
     write_model(folder / "bart", "bart")
 
 
-def read_trace(run: Path) -> list[dict[str, Any]]:
+def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "tensors.jsonl").read_text().splitlines()]
 
 
@@ -90,7 +90,7 @@ def test_traces_and_results_depend_on_neither_ranks_nor_strategy_nor_path(traine
 
 def test_a_trace_has_each_tensor_once_in_the_order_of_a_step(trained_by, shared_folder):
     require_success(trained_by("one_rank"))
-    lines = read_trace(shared_folder / "reference")
+    lines = lines_of(shared_folder / "reference")
     names = [tuple(line[key] for key in ("step", "phase", "logical_rank", "micro_batch", "name")) for line in lines]
     assert len({*names}) == len(names)
     step = [line for line in lines if line["step"] == 2]
@@ -104,7 +104,7 @@ def test_a_trace_has_each_tensor_once_in_the_order_of_a_step(trained_by, shared_
     outputs = [line["name"] for line in step if line["phase"] == "forward"]
     assert outputs[0] == "bert.embeddings.word_embeddings"
     assert outputs[-2:] == ["BertForSequenceClassification[0]", "BertForSequenceClassification[1]"]
-    overflows = read_trace(shared_folder / "fp16")
+    overflows = lines_of(shared_folder / "fp16")
     assert {line["phase"] for line in overflows if line["norm"] is None} >= {"gradient", "summed gradient"}
 
 
@@ -115,7 +115,8 @@ def test_one_flipped_bit_of_one_gradient_is_the_first_difference(trained_by, sha
     flags = [*FLAGS, *inputs, "--use_cpu", "--output_dir=flipped"]
     done = launch(FAULTY, "ddp_loop", "flip_bit", *flags, ranks=2, NAME=name, STEP="3")
     assert done.status == 0, done.err
-    _, difference = first_difference_of_traces(shared_folder / "reference" / TENSORS, tmp_path / "flipped" / TENSORS)
+    traces = (read_trace(folder / TENSORS) for folder in (shared_folder / "reference", tmp_path / "flipped"))
+    _, difference = first_difference_of_traces(*traces)
     assert difference is not None
     assert difference.startswith(f"step 3, logical rank 2, micro-batch 0: `{name}` differs first among the gradients")
 

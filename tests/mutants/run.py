@@ -30,6 +30,7 @@ LIMIT = 1800  # seconds for the tests of a fault
 TRAINING = "--csv=reviews.csv --use_cpu --threads=1 --model=tiny-bert --logical_ranks=4 --train_batch_size=16"
 TRAINING += " --max_length=32 --warmup_steps=0 --dropout=0.1 --trace_tensors=1:4 --save_strategy=steps --save_steps=2"
 TRAINING += " --max_steps=4"  # of which the last one is in the second epoch
+EXAMPLE = "docs/examples/plain_loop.py"
 
 
 def main() -> int:
@@ -83,9 +84,17 @@ def trace(copy: Path, fault: dict[str, Any], folder: str) -> list[str]:
     flags = f"{TRAINING} --output_dir={folder} {fault.get('flags', '')}"
     if folder == "planted" and fault.get("resumes"):
         flags += " --resume_from_checkpoint=reference/checkpoints/checkpoint-2"
-    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={fault.get('ranks', 1)} -m app.ddp_loop"
-    command = [sys.executable, *torchrun.split(), *flags.split()]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=LIMIT, check=False)
+    program = f"-m app.ddp_loop {flags}"
+    if fault.get("example"):
+        text, program = (copy / EXAMPLE).read_text(encoding="utf-8"), "traced_example.py"
+        traced = f'tree.trace_tensors("{folder}/tensors.jsonl", 1, 3)\nsampler = '
+        (copy / program).write_text(text.replace("sampler = ", traced, 1), encoding="utf-8")
+        (copy / "samebits").unlink(missing_ok=True)
+        (copy / "samebits").symlink_to("app")
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={fault.get('ranks', 1)} {program}"
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    command = [sys.executable, *torchrun.split()]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode != 0:
         sys.exit(f"the training failed:\n{done.stdout}{done.stderr}")
     return (copy / folder / "tensors.jsonl").read_text(encoding="utf-8").splitlines()
