@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -46,18 +45,11 @@ def test_errors_of_gloo_nccl_and_the_store_are_lost_contact(problem):
     assert is_lost_contact(problem)
 
 
-@pytest.fixture
-def pair() -> Iterator[list[ProcessGroupGloo]]:
-    """Both ranks of a gloo group, in one process."""
+@pytest.mark.parametrize("peer", ["silent", "gone"])
+def test_a_peer_that_does_not_answer_is_lost_contact_in_the_installed_gloo(peer):
     store, timeout = HashStore(), timedelta(milliseconds=300)
     with ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(lambda rank: ProcessGroupGloo(store, rank, 2, timeout), range(2)))
-    yield groups
-    groups.clear()
-
-
-@pytest.mark.parametrize("peer", ["silent", "gone"])
-def test_a_peer_that_does_not_answer_is_lost_contact_in_the_installed_gloo(pair, peer):
+        pair = list(pool.map(lambda rank: ProcessGroupGloo(store, rank, 2, timeout), range(2)))
     if peer == "gone":
         pair.pop()
     for _ in range(2):  # what comes after a timeout has another text

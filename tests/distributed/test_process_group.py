@@ -61,7 +61,8 @@ def gpus(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: gpus.calls.append(("synchronize",)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=gpus.major))
+    # A rank has to ask for its own GPU, which is the last one in these tests.
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: {gpus.n - 1: gpus}[number])
     monkeypatch.setattr(dist, "init_process_group", init)
     return gpus
 

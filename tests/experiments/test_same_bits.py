@@ -14,18 +14,11 @@ from app.experiments.same_bits import build_cells, main, parse
 from app.program import run_program
 
 
-@pytest.fixture
-def cells(monkeypatch):
-    """Return a function that returns the cells for some flags."""
-
-    def build(*flags: str) -> list[same_bits.Cell]:
+def test_every_combination_that_the_flags_select_is_trained_and_resumed_elsewhere(monkeypatch):
+    def cells(*flags: str) -> list[same_bits.Cell]:
         monkeypatch.setattr(sys, "argv", ["same_bits", "--use_cpu", *flags])
         return build_cells(parse()[0], random.Random(0))
 
-    return build
-
-
-def test_every_combination_that_the_flags_select_is_trained_and_resumed_elsewhere(cells):
     all_cells = cells()
     assert len({str(cell) for cell in all_cells}) == 2 * 3 * 4 * 2
     killed = [cell for cell in all_cells if cell.resumed is not None]

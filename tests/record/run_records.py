@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import torch
 
+from app.bench.steps import Bench
 from app.checkpoint.state import TrainingState
 from app.metrics.score import score
 from app.record.run_record import RunRecord
 from app.runs.schema import STEPS
-from app.strategies.optimization import LossScale, Optimization
-from app.training.step import build_optimizer, build_scheduler
 
 SCORES = {"n": 12, "accuracy": 0.5, "f1": 0.5, "loss": 0.7}
 
@@ -24,10 +23,8 @@ def begin(record: RunRecord) -> bool:
     """Begin the record of a run that nobody asks to stop, as app/ddp_loop.py does."""
     run = record.run
     wrapped = run.strategy.wrap(run.model)
-    optimizer = build_optimizer(wrapped, run.settings, strategy=run.strategy)
-    scheduler = build_scheduler(optimizer, run.settings, run.plan.total_steps)
-    loss_scale = LossScale(run.settings.precision, run.plan, run.world)
-    state = TrainingState(run.model, Optimization(optimizer, scheduler, loss_scale, run.loss), run.strategy, run.world)
+    bench = Bench(run.settings, run.world, run.data, run.strategy, run.model, wrapped, loader=None)
+    state = TrainingState(run.model, bench.optimization(run.plan.total_steps), run.strategy, run.world)
     return record.begin(state, wrapped, SimpleNamespace(requested=lambda: False))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.architectures import CONFIGS
+from helpers.architectures import CONFIGS, PAIR, SMALL
 from helpers.worlds import batch_plan
 from torch.testing import assert_close
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer
+from transformers import AlbertConfig, AutoModelForSequenceClassification, BartConfig, PreTrainedModel, Trainer
 
 from app.checkpoint.state import TrainingState
 from app.ddp_loop import train_step
@@ -23,12 +23,15 @@ from app.trainer.arguments import TrainingArgumentsWithoutPlacement
 from app.training.build import select_strategy
 from app.training.step import build_optimizer, build_scheduler
 
+MODELS = CONFIGS | {
+    "deep_bart": BartConfig(d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, **PAIR | {"decoder_layers": 3}),
+    "albert": AlbertConfig(**SMALL, embedding_size=16),
+}
+
 
 def new_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = copy.deepcopy(CONFIGS["bart" if name == "deep_bart" else name])
-    if name == "deep_bart":
-        config.decoder_layers = 3
+    config = copy.deepcopy(MODELS[name])
     config.vocab_size, config.pad_token_id = 50, 5
     return AutoModelForSequenceClassification.from_config(config)
 

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import torch
 from helpers.architectures import CONFIGS
 from helpers.worlds import batch_plan, process_group_of
-from transformers import AlbertConfig, AutoModelForSequenceClassification, PreTrainedModel
+from strategies.test_select import new_model
 
 from app.settings import Settings
 from app.strategies.base import transformer_blocks
 from app.strategies.ddp import Zero1Strategy
 from app.training.step import parameter_groups
-
-ALBERT = AlbertConfig(
-    embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
-)
-
-
-def tiny(name: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = copy.deepcopy(ALBERT if name == "albert" else CONFIGS[name])
-    config.vocab_size = 50
-    return AutoModelForSequenceClassification.from_config(config)
-
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
@@ -55,7 +40,7 @@ POSITIONS = "BartLearnedPositionalEmbedding"
     ],
 )
 def test_each_transformer_layer_that_shares_no_parameters_is_a_block(monkeypatch, name, classes, expected):
-    model = tiny(name)
+    model = new_model(name)
     if classes is not LISTED:
         monkeypatch.setattr(model, "_no_split_modules", classes)
     assert [type(block).__name__ for block in transformer_blocks(model)] == expected
@@ -68,7 +53,7 @@ def test_each_transformer_layer_that_shares_no_parameters_is_a_block(monkeypatch
 def test_parameters_stay_aligned_under_zero1(name):
     """GPU kernels that load 16 bytes at once would otherwise be replaced by others, which round differently."""
     for ranks in (1, 2, 4):
-        model = tiny(name)
+        model = new_model(name)
         with process_group_of(0, ranks) as world:
             strategy = Zero1Strategy(Settings(strategy="zero1"), batch_plan(ranks), world)
             strategy.build_optimizer(parameter_groups(model, weight_decay=0.01), lr=1e-3)
