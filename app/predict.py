@@ -168,8 +168,10 @@ def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.f
     except OSError as problem:
         place = task.output or "standard output"
         raise RunError(f"{place} could not be written: {problem.strerror or problem}") from None
-    if "gb18030" in table.notes:  # recognized, or named with --encoding
-        print(escape_control_characters(f"{table.path}: read as gb18030"), file=sys.stderr)
+    for i, note in enumerate(table.notes):
+        if note not in ("", "utf-8-sig"):
+            line = f"{table.path}: {note if i else f'read as {note}'}"  # the first one is the encoding
+            print(escape_control_characters(line), file=sys.stderr)
     for line in describe_dropped(table):
         print(escape_control_characters(f"{table.path}: dropped {line}"))
     known = table.labels[part] >= 0

@@ -33,6 +33,7 @@ CLEANING_RULES = (
     "reviews are kept to the letter; labels are stripped, and 1.0 and +1 are the class 1"
 )
 CHUNK = 10_000  # rows that are hashed at once
+MAX_MARKS = 100  # classes that are searched for in the reviews
 
 # At most 18 digits, so that the value fits into int64. 007 is treated as a code, not as a number.
 INTEGER = re.compile(r"([+-]?(?:0|[1-9][0-9]{0,17}))(?:\.0*)?")
@@ -150,6 +151,10 @@ def clean(
             f"{sources[parts[first]].path}: row {rows[first]}: label {shorten(repr(distinct[code]))} is not a class of "
             f"{origin}, which has {list_names(original)}; leave it out, or choose another column with --label_column"
         )
+    # In a file that was written without quotes, those of two reviews may enclose the rows between them.
+    marks = "|".join(re.escape(name) for name in class_names if len(class_names) <= MAX_MARKS)
+    n = int(texts.str.contains(rf"[,;\t|](?:{marks})\r?\n|\n(?:{marks})[,;\t|]").sum()) if marks else 0
+    unquoted = (f"{n:,} reviews have lines that begin or end with a class: was the file written without quotes?",)
     return ReviewTable(
         path=path,
         sha256=hashes["train"] if len(hashes) == 1 else hash_json(hashes),
@@ -160,7 +165,10 @@ def clean(
         texts=texts,
         labels=np.array(class_ids, dtype=np.int64)[codes],
         parts={part: np.flatnonzero(parts == part) for part in dict.fromkeys(parts)} if len(sources) > 1 else {},
-        notes=(*notes, *(f"{part}: {note}" for part, s in sources.items() if s.notes != notes for note in s.notes)),
+        notes=(
+            *(*notes, *unquoted[: n > 0]),
+            *(f"{part}: {note}" for part, s in sources.items() if s.notes != notes for note in s.notes),
+        ),
     )
 
 
@@ -183,7 +191,8 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
             return column.cast(pa.large_string())
         values = source.table[name][:]
         if isinstance(feature, ClassLabel):  # -1 is no label
-            values = [None if value in (None, -1) else feature.int2str(value) or str(value) for value in values]
+            names = [name.strip() or str(i) for i, name in enumerate(feature.names)]
+            values = [None if value in (None, -1) else names[value] for value in values]
         # `datasets` has converted mixed values, and so changed texts such as "007".
         if isinstance(feature, Json) or not all(isinstance(value, str | int | float | None) for value in values):
             raise ValueError("has dates, lists, or texts and numbers: make all values texts that are not dates alone")

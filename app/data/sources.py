@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 import unicodedata
 from collections import Counter
@@ -127,6 +128,8 @@ def _load_files(
         files = [file for split, of in builder.config.data_files.items() if split in PARTS for file in of]
         if twice := [os.path.basename(file) for file, n in Counter(files).items() if n > 1]:
             raise ValueError(f"{list_names(twice)} would be read for several splits: rename what has both in its path")
+        if caches := [name for name in map(os.path.basename, files) if re.match(r"cache-.*\.arrow$", name)]:
+            raise ValueError(f"remove {list_names(caches)}, which `Dataset.map` has written beside the data")
         hashes = {file: pooch.file_hash(file) for files in builder.config.data_files.values() for file in files}
         if builder.name in ENCODINGS:
             encoding = options["encoding"] = _recognize_encoding(hashes, encoding, ENCODINGS[builder.name])
@@ -138,7 +141,7 @@ def _load_files(
         # `datasets` recognizes a file by its path and time, which are the same for other content after `cp -p`.
         key = hash_json([builder.name, *hashes.values(), str({**options, "data_files": None})])
         folder = Path(cache_dir or temporary, "datasets", key[:32])
-        if not folder.exists():
+        if not (folder / "checked").exists():
             _check_files(builder.name, hashes, options)
         cached_file(folder / "checked", Path.touch)
         place = {"cache_dir": str(folder), "keep_in_memory": not cache_dir}
@@ -146,7 +149,8 @@ def _load_files(
             parts = builder.config.data_files.items()
             splits = {part: _load_json(files, encoding, classes, split=part, **place) for part, files in parts}
         else:
-            splits = datasets.load_dataset(path, **place, **options)
+            # A README.md may have the sizes of other splits.
+            splits = datasets.load_dataset(path, verification_mode="no_checks", **place, **options)
         return splits, encoding or "", hashes
 
 
@@ -181,7 +185,7 @@ def _load_json(
     """Load JSON as texts. `datasets` would infer types from pieces of the files, and so change dates, 01 and true."""
     rows = partial(_json_rows, files, encoding)
     if not (names := dict.fromkeys(chain.from_iterable(rows()))):
-        raise ValueError(f"has no rows ({JSON_ROWS})")
+        raise ValueError(f"has no rows ({JSON_ROWS}: in pandas, orient='records')")
     features = datasets.Features({**dict.fromkeys(names, datasets.Value("large_string")), **classes})
     return datasets.Dataset.from_generator(rows, features, **options)
 
@@ -250,7 +254,9 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
                 if not names:
                     raise csv.Error("has no header")
             except csv.Error as error:
-                raise ValueError(f"{Path(file).name}: line {reader.line_num}, or a quote before it: {error}") from None
+                hint = ": double each quote within quotes" if "expected after" in str(error) else ""
+                place = f"{Path(file).name}: line {reader.line_num}, or a quote before it"
+                raise ValueError(f"{place}: {str(error).replace(chr(9), 'tab')}{hint}") from None
 
 
 @contextmanager

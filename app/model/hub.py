@@ -86,7 +86,7 @@ def fetch(auto_class: Any, settings: ModelSettings, **kwargs: Any) -> Any:
     """
     folder = model_folder(settings)
     if Path(folder, "adapter_config.json").is_file():
-        remedy = "merge it into the model with peft's merge_and_unload, and save the model"
+        remedy = "save the model with peft's merge_and_unload, or remove the file if it is merged"
         raise UserError(f"--model {settings.model}: its adapter_config.json belongs to an adapter: {remedy}")
     for weights in WEIGHTS if auto_class is AutoModelForSequenceClassification else ():
         model_folder(settings, (*CONTENT, weights))

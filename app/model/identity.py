@@ -84,17 +84,17 @@ def match_classes(model: PreTrainedModel, id2label: Mapping[int, Any], class_nam
     """Permute the outputs of a trained head that has the classes of the data in another order, given by `id2label`.
 
     Returns:
-        A note on the classes that the head was trained for, if they are others and have names.
+        A note on the classes that the head was trained for, if they are others.
     """
     trained = [str(id2label[index]) for index in sorted(id2label)]
     before, now = ([name.casefold() for name in names] for names in (trained, class_names))
-    if before == now or ({*before} != {*now} and trained == [f"LABEL_{index}" for index in range(len(trained))]):
+    if before == now:
         return ""
     heads = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == len(now)]
     if type(model).__module__.startswith("transformers_modules."):  # code from its folder, with any kind of head
         heads = [layer for layer in heads if returns_logits(layer, model)]
     if len({*before} & {*now}) < max(len(before), len(now)) or len(heads) != 1:
-        return f"; its head was trained for the classes {list_names(trained)}"
+        return f"; keeps its head, which was trained for the classes {list_names(trained)}"
     for parameter in heads[0].parameters():
         parameter.copy_(parameter[[before.index(name) for name in now]])
     return ""

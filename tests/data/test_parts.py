@@ -108,8 +108,10 @@ def test_the_readme_of_a_data_set_names_the_classes_that_its_files_number(tmp_pa
     table = read(dataset_name=str(tmp_path))
     assert (table.class_names, table.labels.tolist()) == (tuple(expected), [1, 0])
     readme = (tmp_path / "README.md").read_text()
-    (tmp_path / "README.md").write_text(readme.replace("bad", "''"))
-    assert read(dataset_name=str(tmp_path)).class_names == ("0", "good")
+    for name in ("''", "' '"):
+        (tmp_path / "README.md").write_text(readme.replace("bad", name))
+        table = read(dataset_name=str(tmp_path))
+        assert (table.class_names, table.labels.tolist()) == (("0", "good"), [1, 0])
     (tmp_path / "README.md").write_text(readme.replace("bad", "no"))  # which YAML reads as False
     with pytest.raises(UserError, match="quote them there"):
         read(dataset_name=str(tmp_path))
@@ -118,6 +120,18 @@ def test_the_readme_of_a_data_set_names_the_classes_that_its_files_number(tmp_pa
         read(dataset_name=str(tmp_path))
     (tmp_path / "README.md").write_text(readme.replace("bad", "'1'").replace("good", "'2'"))
     with pytest.raises(UserError, match="names classes by numbers, which could be their positions"):
+        read(dataset_name=str(tmp_path))
+
+
+def test_a_folder_of_save_to_disk_is_read_without_the_caches_of_map(tmp_path):
+    rows = datasets.Dataset.from_pandas(FRAMES["train"], preserve_index=False)
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path)
+    # A README.md may still have the sizes of other splits.
+    splits = "[{name: train, num_examples: 1}, {name: test, num_examples: 1}]"
+    (tmp_path / "README.md").write_text(f"---\ndataset_info: {{splits: {splits}}}\n---\n")
+    assert read(dataset_name=str(tmp_path)).rows_read == SIZES["train"]
+    datasets.load_from_disk(str(tmp_path)).map(lambda row: {"label": "other"})
+    with pytest.raises(UserError, match=r"remove 'cache-\w+\.arrow', which `Dataset\.map` has written"):
         read(dataset_name=str(tmp_path))
 
 

@@ -258,6 +258,26 @@ def test_classes_get_other_names_in_the_order_of_the_labels(tmp_path):
             Settings(label_names=names)
 
 
+@pytest.mark.parametrize(
+    ("text", "separator"),
+    [
+        ('review\tlabel\n"it was\tgood\nfine\tbad\nquiet"\tgood\nloud\tbad\n', "\t"),
+        ('label,review\n1,"it was\n0,fine\n1,quiet"\n0,loud\n', ","),
+        ('label,review\n1,"it was, all in all,\n10 of 10, quiet"\n0,loud\n', None),
+    ],
+)
+def test_rows_between_the_quotes_of_two_reviews_are_doubted(tmp_path, text, separator):
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    table = read_reviews(path)
+    assert len(table) == 2
+    if separator is None:
+        assert table.notes == ("utf-8-sig",)
+    else:
+        assert len(pd.read_csv(path, sep=separator, quoting=csv.QUOTE_NONE)) == 4
+        assert table.notes[1].startswith("1 reviews have lines that begin or end with a class: was the file written")
+
+
 # ---- tables larger than the memory -----------------------------------------------------------------------------------
 
 

@@ -36,6 +36,6 @@ def test_only_a_layer_of_a_models_own_code_that_returns_the_logits_is_permuted(l
     model, ids = CodeOfAFolder(BertConfig(**SMALL, num_labels=3)).eval(), torch.tensor([[2, 5, 6, 7, 3]])
     model.classifier = torch.nn.Sequential(torch.nn.Linear(32, 3), last)
     before = model(ids).logits
-    note = "" if known else "; its head was trained for the classes 'c', 'a', 'b'"
+    note = "" if known else "; keeps its head, which was trained for the classes 'c', 'a', 'b'"
     assert match_classes(model, {0: "c", 1: "a", 2: "b"}, "abc") == note
     assert model(ids).logits.equal(before[:, [1, 2, 0]] if known else before)

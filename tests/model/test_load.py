@@ -241,13 +241,14 @@ def test_a_trained_head_with_the_classes_in_another_order_keeps_their_meaning(fo
         assert torch.allclose(classifier.model.eval()(ids).logits, plain(ids).logits[:, [2, 1, 0]], atol=1e-6)
     assert "trained for" not in classifier.origin
     others = load(path, ["bad", "great", "mixed"])
-    assert "; its head was trained for the classes 'mixed', 'Good', 'bad'" in others.origin
+    assert "; keeps its head, which was trained for the classes 'mixed', 'Good', 'bad'" in others.origin
     assert others.model.state_dict()[[*plain.state_dict()][-1]].equal([*plain.state_dict().values()][-1])
 
 
 def test_a_trained_head_with_default_names_that_the_data_has_too_keeps_their_meaning(folder):
     path, names = folder("bert", weights=True, num_labels=11), [f"LABEL_{index}" for index in range(11)]
     weight, in_order = (load(path, classes).model.classifier.weight for classes in (names, sorted(names)))
+    assert "keeps its head, which was trained for the classes 'LABEL_0'" in load(path, [*"abcdefghijk"]).origin
     assert in_order.equal(weight[[names.index(name) for name in sorted(names)]])
 
 
@@ -257,11 +258,13 @@ def test_weights_that_the_model_does_not_use_and_what_its_head_was_trained_for_a
     some = {name: weight for name, weight in weights.items() if not re.search("pooler|classifier.bias", name)}
     save_file(some, path / "model.safetensors", metadata={"format": "pt"})
     edit_json(path / "config.json", num_hidden_layers=1, problem_type="regression")
-    classifier, head = load(path, ["1", "good"]), "; its head was trained for "
+    classifier, head = load(path, ["1", "good"]), "; keeps its head, which was trained for "
     assert classifier.model.classifier.weight.equal(weights["classifier.weight"][[1, 0]]), "in the order of the classes"
     unused = "; unused weights: bert.encoder.layer.1.attention.output.LayerNorm.bias and 15 more"
     assert classifier.origin.endswith(f"bert.pooler.dense.bias, classifier.bias{head}regression{unused}")
     edit_json(path / "config.json", id2label={0: "good", 1: 1, 2: "old"})
+    (path / "pytorch_model.bin").touch()
+    assert load(path, ["1", "good"]).origin.endswith("; pytorch_model.bin is not read")
     assert f"{head}the classes 'good', '1', 'old'" in load(path, ["1", "good"]).origin
 
 
