@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fake_cuda import guard
-from fake_cuda.report import REPORT, FakeCudaError
+from fake_cuda.report import REPORT
 from fake_cuda.tensor import resolve
 
 NAME, DEVICES = "NVIDIA H100 80GB HBM3", 8  # as many as in guard.cpp
@@ -59,18 +59,6 @@ def synchronize(device: Any = None) -> None:
     REPORT.count_wait("torch.cuda.synchronize()", guard.wait_all())
 
 
-def set_device(device: Any) -> None:
-    """Make a device the current one.
-
-    Raises:
-        FakeCudaError: there is no such device.
-    """
-    index = resolve(device).index
-    if index >= DEVICES:
-        raise FakeCudaError(f"CUDA error: invalid device ordinal: {index}")
-    torch.accelerator.set_device_index(index)
-
-
 @contextlib.contextmanager
 def random_numbers_of_device() -> Iterator[None]:
     """Draw random numbers from the device's generator in this block: the CPU's own stays as it is."""
@@ -97,7 +85,7 @@ def install() -> None:
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: DEVICES,
         "current_device": guard.device,
-        "set_device": set_device,
+        "set_device": lambda device: torch.accelerator.set_device_index(resolve(device).index),
         "_exchange_device": torch._C._accelerator_exchangeDevice,
         "_maybe_exchange_device": torch._C._accelerator_maybeExchangeDevice,
         "get_device_name": lambda device=None: NAME,

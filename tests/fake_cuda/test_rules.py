@@ -45,7 +45,6 @@ WITHOUT_GROUP: dict[str, tuple[Program, str]] = {  # errors before there is a gr
     "a group of another device": (lambda: initialize(device_id=torch.device("cuda", 1 - RANK)), "current device is"),
 }
 ERRORS: dict[str, tuple[Program, str]] = {  # others
-    "a device that does not exist": (lambda: torch.cuda.set_device(8), "invalid device ordinal: 8"),
     "tensors on two GPUs": (lambda: on_gpu(device="cuda:0") + on_gpu(device="cuda:1"), ELSEWHERE),
     "tensors on GPU and CPU": (lambda: on_gpu() + torch.ones(SIZE), ELSEWHERE),
     "a CPU scalar for a list of tensors": (lambda: torch._foreach_mul_([on_gpu()], torch.tensor(2.0)), ELSEWHERE),

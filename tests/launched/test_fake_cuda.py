@@ -35,14 +35,10 @@ GROUPS = {  # of runs with the same bits, with the flags that all of them have
     " --load_best_model_at_end --metric_for_best_model=loss",
     "buckets": BUCKETS,
     "bf16_hook_buckets": f"{BUCKETS} --ddp_comm_hook=bf16",
-    # Models that read from the device themselves wait once for it in each micro-batch.
     "gpt2": "--model=gpt2",
-    "modernbert": "--model=modernbert",
+    # Two logging intervals longer than fp32, to count how often the host waits.
+    "long_fp32": f"--max_steps={4 + 2 * LOGGING_STEPS}",
 }
-# Two logging intervals longer, to count how often the host waits.
-COUNTED = ("fp32", "gpt2", "modernbert")
-GROUPS |= {f"long_{group}": f"{GROUPS[group]} --max_steps={4 + 2 * LOGGING_STEPS}" for group in COUNTED}
-MICRO_BATCHES = 2 * 2 * LOGGING_STEPS  # two per rank and step, in two logging intervals
 PATHS, STRATEGIES = ("ddp_loop", "trainer_run"), ("ddp", "zero1", "zero2", "zero3")
 OFFLOAD = "--strategy=zero3 --cpu_offload"
 RESUMED = "--resume_from_checkpoint=saved-{}/checkpoints/checkpoint-2"
@@ -51,7 +47,7 @@ TWO_RANKS = {
     f"{group}-{path}-{strategy}": f"{path} --strategy={strategy}"
     for group, path, strategy in product(("fp32", "long_fp32"), PATHS, STRATEGIES)
 } | {
-    **{f"{length}{model}-1": "ddp_loop" for length, model in product(("", "long_"), COUNTED[1:])},
+    "gpt2-2": "ddp_loop",
     "fp32-offload": f"ddp_loop {OFFLOAD}",
     "fp32-trainer-offload": f"trainer_run {OFFLOAD}",
     "fp32-checkpointing": "ddp_loop --activation_checkpointing --strategy=zero3",
@@ -110,7 +106,7 @@ def folder(hotel_csv, tmp_path_factory) -> Path:
     require_fake_gpus()
     folder = tmp_path_factory.mktemp("fake-gpus")
     write_subset(hotel_csv, folder / "reviews.csv", 120)
-    for model in ("bert", *COUNTED[1:]):
+    for model in ("bert", "gpt2"):
         write_model(folder / model, model)
     return folder
 
@@ -161,8 +157,7 @@ def test_all_runs_have_neither_errors_nor_races_and_those_of_a_group_have_the_sa
 def test_the_host_waits_once_per_logging_interval(two_ranks, name):
     short, long = (two_ranks[run].reports[0]["waits"] for run in (name, f"long_{name}"))
     more = Counter(long) - Counter(short)
-    expected = 2 + MICRO_BATCHES * name.startswith(COUNTED[1:])
-    assert more.total() <= expected, more
+    assert more.total() <= 2, more
 
 
 def test_the_laboratory_measures_without_errors_and_races(folder):
