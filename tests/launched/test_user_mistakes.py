@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from helpers.architectures import write_model
 from helpers.jobs import Job, write_reviews
@@ -37,7 +36,6 @@ OF_TRAINING = {
     "--csv=reviews.xlsx": "reviews.xlsx",
     "--text_column=text": "text",
     "--label_column=review": "--label_column review",
-    "--test_file=other_classes.csv": "other_classes.csv",
     # models and folders
     "--model=no_such_folder/model": "no_such_folder/model",
     "--model=empty": "empty",
@@ -47,13 +45,11 @@ OF_TRAINING = {
 }
 OF_PREDICT = {
     "--csv=missing.csv": "missing.csv",
-    "--csv=one_class.csv --text_column=text": "text",
     "--split=validation": "--split validation",
     "--csv=reviews.csv 好": "--csv",
     "": "nothing to predict",
 }
 OTHERS = {
-    "predict missing --csv=reviews.csv": "missing",
     "predict without_tokenizer 好": "without_tokenizer: its tokenizer has no vocabulary",
     "compare run": "name two",
     "compare run missing": "missing",
@@ -82,8 +78,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     write_reviews(folder / "reviews.csv", 90)
     write_reviews(folder / "three_rows.csv", 3)
-    write_reviews(folder / "other_classes.csv", 30, classes=(7, 8))
-    pd.DataFrame({"label": [1] * 40, "review": ["好"] * 40}).to_csv(folder / "one_class.csv", index=False)
     texts = {"empty.csv": "", "broken.jsonl": '{"label": 0, "review": "a"}\n{"label": ', "list.yaml": "- 1"}
     texts["broken.parquet"] = "PAR1"
     for name, text in texts.items():
