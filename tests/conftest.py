@@ -15,8 +15,9 @@ import pytest
 import torch
 from helpers.jobs import LIMIT, SAMPLE_CSV, Finished, Job, Outcome, find_real_csv, in_ci, unavailable, write_reviews
 from launched.shared_jobs import SharedJobs
-from launched.two_nodes import connected_nodes
+from launched.two_nodes import connect, ip
 
+from app.bench.two_nodes import NamespacesUnavailable, network_namespaces
 from app.distributed.preemption import SIGNALS
 from app.distributed.process_group import join
 from app.distributed.world import World
@@ -69,15 +70,12 @@ def restore_handlers() -> None:
         os.close(writer)  # ends the thread that listens
 
 
-LAUNCHED_TIMEOUT = 1800  # seconds for a test that starts jobs: these have shorter limits, which show their output
-
-
 def uses_shared_jobs(item: pytest.Item) -> bool:
     return hasattr(getattr(item, "module", None), "SHARED_RUNS")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` without a GPU, give launched tests more time, and sort the files.
+    """Skip tests marked `gpu` without a GPU, and sort the files.
 
     First the file whose worker trains the shared jobs; then files with jobs of their own and half of the files without
     jobs, which the other workers run meanwhile; then the other files with shared jobs; and at the end the remaining,
@@ -90,8 +88,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     stages = ({trains}, launched, set(others[::2]), shared, set(others))
     items.sort(key=lambda item: next(i for i, paths in enumerate(stages) if item.path in paths))
     for item in items:
-        if item.get_closest_marker("launched"):
-            item.add_marker(pytest.mark.timeout(LAUNCHED_TIMEOUT))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
 
@@ -168,9 +164,14 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def nodes() -> Iterator[list[str]]:
-    """The names of two network namespaces that a virtual cable connects."""
-    with connected_nodes() as names:
-        yield names
+    """The names of two network namespaces, of the addresses 10.77.0.1 and 10.77.0.2, that a virtual cable connects."""
+    try:
+        with network_namespaces() as names:
+            connect(names)
+            yield names
+    except NamespacesUnavailable as refusal:
+        unavailable(str(refusal))
+    assert not set(names) & set(ip("netns", "list").stdout.split())
 
 
 @pytest.fixture

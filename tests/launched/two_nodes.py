@@ -8,36 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from helpers.jobs import PROJECT, unavailable
+from helpers.jobs import PROJECT
 
-from app.bench.two_nodes import (
-    ADDRESSES,
-    INTERFACE,
-    SYSTEM_PATH,
-    NamespacesUnavailable,
-    configure,
-    network_namespaces,
-    run_command,
-)
+from app.bench.two_nodes import ADDRESSES, INTERFACE, SYSTEM_PATH, configure, run_command
 
 SCRIPT = PROJECT / "run_scripts" / "multi_node.sh"
-
-
-@contextmanager
-def connected_nodes() -> Iterator[list[str]]:
-    """Create two network namespaces with the addresses 10.77.0.1 and 10.77.0.2, and yield their names."""
-    with ExitStack() as stack:
-        try:
-            names = stack.enter_context(network_namespaces())
-        except NamespacesUnavailable as refusal:
-            unavailable(str(refusal))
-        connect(names)
-        yield names
-    assert not set(names) & set(ip("netns", "list").stdout.split())
 
 
 def connect(names: list[str]) -> None:
