@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.architectures import write_model
-from helpers.jobs import LIMIT, SAMPLE_CSV, Job, unavailable, write_subset
+from helpers.jobs import SAMPLE_CSV, Job, unavailable, write_subset
 
 from app.bench.communication import DEFAULT
 from app.bench.two_nodes import run_command
@@ -23,14 +23,13 @@ BRIEF = ["--csv=reviews.csv", "--max_length=16", "--train_batch_size=8", *CPU]
 
 
 @pytest.fixture
-def start(review_csv, tmp_path) -> Callable[..., str]:
+def start(launch, review_csv, tmp_path) -> Callable[..., str]:
     """Run a program that has to succeed in the test's folder, which has reviews and a model. Return what it prints."""
     review_csv(150)
     write_model(tmp_path / "bert", "bert")
 
-    def run(program: str, *flags: Any, ranks: int = 0, limit: float = LIMIT, **options: Any) -> str:
-        with Job(program, *flags, cwd=tmp_path, ranks=ranks, **options) as job:
-            done = job.finish(limit)
+    def run(program: str, *flags: Any, **options: Any) -> str:
+        done = launch(program, *flags, **options)
         assert done.status == 0, done.out + done.err
         return done.out
 
