@@ -170,8 +170,7 @@ def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.f
         raise RunError(f"{place} could not be written: {problem.strerror or problem}") from None
     for i, note in enumerate(table.notes):
         if note not in ("", "utf-8-sig"):
-            line = f"{table.path}: {note if i else f'read as {note}'}"  # the first one is the encoding
-            print(escape_control_characters(line), file=sys.stderr)
+            print(escape_control_characters(f"{table.path}: {'' if i else 'read as '}{note}"), file=sys.stderr)
     for line in describe_dropped(table):
         print(escape_control_characters(f"{table.path}: dropped {line}"))
     known = table.labels[part] >= 0
