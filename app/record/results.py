@@ -146,7 +146,7 @@ def model_card(run: Preparation, metrics: Mapping[str, Any]) -> str:
     # The name of the model that was fine-tuned, or of its folder; the names of files and folders are untrusted.
     base = None if model in BUILT_IN else escape_control_characters(Path(model).resolve().name if is_folder else model)
     dataset = escape_control_characters(run.data.table.path.stem)
-    f1 = name_f1(metrics["positive_class"], run.data.table.class_names)
+    f1 = escape_control_characters(name_f1(metrics["positive_class"], run.data.table.class_names))
     results = [
         EvalResult(TASK, "csv", dataset, name, metrics[name], metric_name=shown, dataset_split="test")
         for name, shown in (("accuracy", "accuracy"), ("f1", f1))

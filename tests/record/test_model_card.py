@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.common.errors import shorten
+from app.common.errors import escape_control_characters, shorten
 from app.common.paths import DOWNLOADED_CSV
 from app.record.results import model_card
 from app.settings import Settings
@@ -63,7 +63,8 @@ def test_the_card_is_valid_for_any_name_of_a_class_or_file(classes, name):
     text.encode()
     data = ModelCard(text).data
     accuracy, f1 = data.eval_results
-    assert (accuracy.metric_value, f1.metric_name) == (0.875, f"F1 (class {shorten(classes[1], 40)})")
+    shown = escape_control_characters(shorten(classes[1], 40))
+    assert (accuracy.metric_value, f1.metric_name) == (0.875, f"F1 (class {shown})")
     f1.metric_name = "F1 (class good)"
     assert data.to_dict() == ModelCard(card(file, model=model)).data.to_dict()
     assert "<script>" not in ModelCard(text).text
