@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,15 +15,14 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from app.bench.steps import Bench
 from app.checkpoint.state import TrainingState
 from app.common.errors import UserError
 from app.distributed.world import World
 from app.model.dropout import seed_generators
 from app.runs.schema import SCHEDULE, SHARDS
 from app.settings import Settings
-from app.strategies.optimization import LossScale, Optimization
 from app.training.build import select_strategy
-from app.training.step import build_optimizer, build_scheduler
 
 Layout = tuple[str, int]  # a strategy and a number of ranks
 
@@ -54,14 +53,7 @@ class Model(PreTrainedModel):
         return self.classes(self.out(self.dropout(self.into(x)))).square().mean()
 
 
-@dataclass(frozen=True)
-class Training(TrainingState):
-    """What a checkpoint saves, and the module whose forward and backward passes change it."""
-
-    wrapped: nn.Module
-
-
-def new_state(layout: Layout, world: World, seed: int, dtype: torch.dtype = torch.float32) -> Training:
+def new_state(layout: Layout, world: World, seed: int, dtype: torch.dtype = torch.float32) -> TrainingState:
     torch.manual_seed(seed)
     flags = {"precision": "fp16", "learning_rate": 1e-2, "weight_decay": 0.1}  # fp16: with a loss scale
     settings = Settings(strategy=layout[0], ddp_find_unused_parameters=True, **flags)
@@ -69,19 +61,17 @@ def new_state(layout: Layout, world: World, seed: int, dtype: torch.dtype = torc
     model = Model().to(dtype)
     for buffer in (model.mean, model.temporary):
         buffer.fill_(seed)
-    wrapped = strategy.wrap(model)
-    optimizer = build_optimizer(wrapped, settings, strategy=strategy)
-    scheduler = build_scheduler(optimizer, settings, total_steps=20)
-    optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, strategy.plan, world))
-    return Training(model, optimization, strategy, world, wrapped)
+    data = SimpleNamespace(plan=strategy.plan)
+    bench = Bench(settings, world, data, strategy, model, strategy.wrap(model), loader=None)
+    return TrainingState(model, bench.optimization(total_steps=20), strategy, world)
 
 
-def train(training: Training, steps: int) -> None:
+def train(training: TrainingState, steps: int) -> None:
+    """Train with a single process, which needs no DDP."""
     for step in range(steps):
         seed_generators(42, step, 0)
         x = torch.randn(4, 6, dtype=training.model.mean.dtype)
-        with training.strategy.accumulate(training.wrapped, 0):
-            training.wrapped(x).backward()
+        training.model(x).backward()
         training.optimization.optimizer.step()
         training.optimization.scheduler.step()
         training.optimization.optimizer.zero_grad()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.architectures import CONFIGS, SMALL
 from helpers.worlds import batch_plan, process_group_of
-from plan.plans import Shapes, plan_of
+from plan.test_memory import Shapes, plan_of
 from transformers import AutoModelForSequenceClassification, BertConfig, DistilBertConfig, MixtralConfig
 
 from app.bench.steps import Bench

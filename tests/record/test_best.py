@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from record.run_records import SCORES, do_steps, files_up_to
+from record.conftest import SCORES, do_steps, files_up_to
 
 from app.common.errors import RunError, UserError
 from app.record.run_record import RunRecord

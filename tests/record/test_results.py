@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from helpers.architectures import write_model
-from record.run_records import SCORES, do_steps, files_up_to, finish
+from record.conftest import SCORES, do_steps, files_up_to, finish
 from scipy.special import softmax
 from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from record.run_records import SCORES, begin, do_steps, files_up_to, finish, on_disk
+from record.conftest import SCORES, begin, do_steps, files_up_to, finish, on_disk
 
 from app.common.errors import Preempted, RunError, UserError
 from app.distributed.collectives import all_gather_object

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from record.run_records import do_steps, files_up_to, on_disk
+from record.conftest import do_steps, files_up_to, on_disk
 
 from app.common.errors import RunError
 from app.record import steps as steps_module

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 from accelerate import tracking
-from record.run_records import SCORES, do_steps
+from record.conftest import SCORES, do_steps
 
 from app.common.errors import UserError
 from app.record.run_record import RunRecord

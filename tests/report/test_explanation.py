@@ -16,13 +16,7 @@ H100, A10 = ({"devices": [name], "world_size": 1} for name in ("NVIDIA H100 NVL"
 BEST = {"load_best_model_at_end": True}
 # What is named of both runs, the first difference, and the settings that they recorded besides those above.
 EXPLAINED = [
-    (
-        "ranks 2 and 1, logical ranks 2 and 1, threads 1 and 2; start both with --logical_ranks 2 --threads 1",
-        STEP,
-        {"logical_ranks": 2, "threads": 1},
-        {"world_size": 1, "devices": ["cpu"], "logical_ranks": 1, "threads": 2},
-    ),
-    # No number of logical ranks, which is a power of two, fits both.
+    # No number of logical ranks, which is a power of two, fits both. tests/launched/test_compare.py has one that does.
     ("ranks 3 and 1, logical ranks 3 and 1", STEP, {"world_size": 3}, {"world_size": 1}),
     (
         "learning_rate 0.1 and 0.001, dropout not set and 0.1, a_new_setting 1 and 2, torch 2.13.0 and 2.11.0, "

@@ -15,7 +15,6 @@ from tokenizers import normalizers, processors
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from app.common.errors import AgreedError
-from app.data import reviews
 from app.model.built_in import learn_tokenizer
 from app.settings import Settings
 from app.training import build
@@ -100,16 +99,7 @@ def test_reviews_without_tokens_are_a_mistake(world, tmp_path):
         build_model(settings, build_data(settings, world), world)
 
 
-def test_a_run_says_which_reviews_several_parts_have_and_that_its_vocabulary_is_learned_from_a_sample(
-    world, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(reviews, "MAX_SAMPLE", 20)
+def test_a_run_says_which_reviews_several_parts_have(world, tmp_path, capsys):
     settings = write_rows(tmp_path)  # the same review in all rows
-    run = prepare("ddp_loop", replace(settings, model="tiny", output_dir=str(tmp_path / "run")), world)
-    os.close(run.lock)
-    assert (run.settings.num_train_epochs, run.plan.total_steps) == (12, 48), "few rows, and 4 steps per epoch"
-    printed = capsys.readouterr().out
-    assert "4 test reviews also occur in train rows" in printed
-    assert "reviews.csv, utf-8-sig\n" in printed
-    assert "classes  0 (20), 1 (20)\n" in printed
-    assert "tokenizer  learned from 18 of 36 training rows" in printed
+    os.close(prepare("ddp_loop", replace(settings, output_dir=str(tmp_path / "run")), world).lock)
+    assert "4 test reviews also occur in train rows" in capsys.readouterr().out
