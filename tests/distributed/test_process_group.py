@@ -32,13 +32,11 @@ def own_process_state(monkeypatch) -> Iterator[None]:
     for name in VARIABLES:
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
-    cudnn = torch.backends.cudnn
-    benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
-    yield
+    with torch.backends.cudnn.flags():
+        yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cuda.matmul.allow_tf32 = False
-    cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
     if dist.is_initialized():
         dist.destroy_process_group()
 

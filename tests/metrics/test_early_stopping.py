@@ -12,10 +12,10 @@ from app.settings import Settings
 ARGUMENTS = {"use_cpu": True, "load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
 
 
-def stopping_evaluation_of_transformers(values, metric, patience, threshold, folder):
+def stopping_evaluation_of_transformers(values, metric, patience, threshold):
     """Return the number of evaluations until transformers' callback stops, updating the best metric as Trainer does."""
     greater = metric != "loss"
-    arguments = TrainingArguments(folder, metric_for_best_model=metric, greater_is_better=greater, **ARGUMENTS)
+    arguments = TrainingArguments(metric_for_best_model=metric, greater_is_better=greater, **ARGUMENTS)
     callback, state, control = EarlyStoppingCallback(patience, threshold), TrainerState(), TrainerControl()
     for number, value in enumerate(values, start=1):
         callback.on_evaluate(arguments, state, control, metrics={f"eval_{metric}": value})
@@ -33,15 +33,14 @@ def stopping_evaluation_of_transformers(values, metric, patience, threshold, fol
     threshold=st.sampled_from([0.0, 0.05, 0.2]),
 )
 @example(values=[0.5, 0.4, 0.9, 0.9], metric="accuracy", patience=1, threshold=0.0)
-def test_it_stops_when_transformers_does_and_stays_stopped(tmp_path_factory, values, metric, patience, threshold):
+def test_it_stops_when_transformers_does_and_stays_stopped(values, metric, patience, threshold):
     settings = Settings(
         validation_size=0.1,
         metric_for_best_model=metric,
         early_stopping_patience=patience,
         early_stopping_threshold=threshold,
     )
-    folder = tmp_path_factory.getbasetemp()
-    last = stopping_evaluation_of_transformers(values, metric, patience, threshold, folder)
+    last = stopping_evaluation_of_transformers(values, metric, patience, threshold)
     stopping, stops = EarlyStopping(settings), []
     for value in values:
         stopping.add({metric: value})

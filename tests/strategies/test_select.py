@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,14 +15,13 @@ from helpers.worlds import batch_plan
 from torch.testing import assert_close
 from transformers import AlbertConfig, AutoModelForSequenceClassification, BartConfig, PreTrainedModel, Trainer
 
+from app.bench.steps import Bench
 from app.checkpoint.state import TrainingState
 from app.ddp_loop import train_step
 from app.distributed.world import World
 from app.settings import Settings
-from app.strategies.optimization import LossScale, Optimization
 from app.trainer.arguments import TrainingArgumentsWithoutPlacement
 from app.training.build import select_strategy
-from app.training.step import build_optimizer, build_scheduler
 
 MODELS = CONFIGS | {
     "deep_bart": BartConfig(d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, **PAIR | {"decoder_layers": 3}),
@@ -49,10 +49,8 @@ def train(strategies: Sequence[str], world: World, name: str, folder: Path) -> d
     for number, strategy_name in enumerate(strategies):
         settings = Settings(strategy=strategy_name, learning_rate=1e-2, warmup_steps=0, dropout=0.1)
         model, strategy = new_model(name), select_strategy(settings, plan, world)
-        wrapped = strategy.wrap(model)
-        optimizer = build_optimizer(wrapped, settings, strategy=strategy)
-        scheduler = build_scheduler(optimizer, settings, plan.total_steps)
-        optimization = Optimization(optimizer, scheduler, LossScale(settings.precision, plan, world))
+        data, wrapped = SimpleNamespace(plan=plan), strategy.wrap(model)
+        optimization = Bench(settings, world, data, strategy, model, wrapped, batches).optimization(plan.total_steps)
         state = TrainingState(model, optimization, strategy, world)
         if number > 0:
             state.load(folder)
@@ -82,11 +80,8 @@ def test_every_strategy_trains_to_the_same_bits_and_resumes_from_another(world, 
 def test_a_sharded_model_is_never_placed_on_the_device_as_a_whole(world, monkeypatch, strategy, tmp_path):
     """It may not fit there: `fully_shard` moves one block at a time, and Trainer leaves the model where it is."""
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the complete model is moved")
-
     model, complete = new_model("bert"), new_model("bert")
-    monkeypatch.setattr(PreTrainedModel, "to", refuse)
+    monkeypatch.setattr(PreTrainedModel, "to", Mock(side_effect=AssertionError("the complete model is moved")))
     select_strategy(Settings(strategy=strategy), batch_plan(), world).wrap(model)
     Trainer(complete, TrainingArgumentsWithoutPlacement(str(tmp_path), use_cpu=True, report_to="none"))
     with pytest.raises(AssertionError, match="moved"):
