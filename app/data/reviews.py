@@ -154,7 +154,8 @@ def clean(
     # In a file that was written without quotes, those of two reviews may enclose the rows between them.
     marks = "|".join(re.escape(name) for name in class_names if len(class_names) <= MAX_MARKS)
     n = int(texts.str.contains(rf"[,;\t|](?:{marks})\r?\n|\n(?:{marks})[,;\t|]").sum()) if marks else 0
-    unquoted = (f"{n:,} reviews have lines that begin or end with a class: was the file written without quotes?",)
+    doubt = f"{n:,} reviews have lines that begin or end with a class: was the file written without quotes?"
+    of_other_parts = [f"{part}: {note}" for part, s in sources.items() if s.notes != notes for note in s.notes]
     return ReviewTable(
         path=path,
         sha256=hashes["train"] if len(hashes) == 1 else hash_json(hashes),
@@ -165,10 +166,7 @@ def clean(
         texts=texts,
         labels=np.array(class_ids, dtype=np.int64)[codes],
         parts={part: np.flatnonzero(parts == part) for part in dict.fromkeys(parts)} if len(sources) > 1 else {},
-        notes=(
-            *(*notes, *unquoted[: n > 0]),
-            *(f"{part}: {note}" for part, s in sources.items() if s.notes != notes for note in s.notes),
-        ),
+        notes=(*notes, *of_other_parts, doubt) if n else (*notes, *of_other_parts),
     )
 
 

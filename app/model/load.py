@@ -160,9 +160,8 @@ def load_classifier(
         origin += f"; new weights: {', '.join(new)}" if new else ""
         if not any(weight.endswith("weight") and "pooler" not in weight for weight in new):
             origin += match_classes(model, own.id2label, class_names)
-            origin += (
-                f"; keeps its head, which was trained for {kind}" if (kind := own.problem_type) not in KINDS else ""
-            )
+            if own.problem_type not in KINDS:
+                origin += f"; keeps its head, which was trained for {own.problem_type}"
         origin += f"; unused weights: {unused}" if (unused := unused_weights(found)) else ""
         kinds = [sorted(Path(settings.model).glob(name)) for name in WEIGHTS]  # of which the first is read
         origin += f"; {kinds[1][0].name} is not read" if all(kinds) else ""
