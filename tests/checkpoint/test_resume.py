@@ -74,6 +74,7 @@ def check(found: Resume, **changes: Any) -> None:
     ("log", "old", "new", "message"),
     [
         (STEPS.name, '"step": 2', '"step: 2', r"steps\.jsonl: damaged, so the run cannot"),
+        (STEPS.name, '"step": 2', '"step": "x"', r"steps\.jsonl: damaged"),
         (STEPS.name, '{"step": 2.*\n', "", r"steps\.jsonl: lacks steps"),
         (EVALUATIONS.name, '{"step": 2', '\0{"step": 2', r"evaluations\.jsonl: damaged"),
     ],

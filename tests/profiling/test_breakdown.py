@@ -50,10 +50,6 @@ def divide(*events: FunctionEvent) -> dict[str, float]:
     return times
 
 
-def parts(times: dict[str, float]) -> dict[str, float]:
-    return {name: times[name] for name in CATEGORIES}
-
-
 def pauses(length: int) -> list[FunctionEvent]:
     """Operators of the whole backward pass, with pauses of a length between them."""
     return [operator(4000 + 100 * i, 4100 + 100 * i - length) for i in range(40)]
@@ -88,7 +84,8 @@ RECORDED = {
 
 @pytest.mark.parametrize(("recorded", "changes"), RECORDED.values(), ids=RECORDED)
 def test_only_the_time_in_which_a_step_waits_for_a_collective_is_exposed(recorded, changes):
-    assert parts(divide(*STEP, *recorded)) == pytest.approx(PARTS | changes)
+    times = divide(*STEP, *recorded)
+    assert {name: times[name] for name in CATEGORIES} == pytest.approx(PARTS | changes)
 
 
 def test_each_micro_batch_has_a_forward_and_a_backward_pass():
