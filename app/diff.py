@@ -7,9 +7,8 @@ A and B are run folders of this program, JSON Lines or CSV files with a number `
 without it holds settings), `trainer_state.json` of Trainer or TRL, TensorBoard's event files, or folders of these.
 What both have is compared; times, memory and texts are left out. Numbers are equal if all their bits are, or if both
 are NaN. ULPs are the fp32 numbers from one fp32 number to another, or else the fp64 numbers. Of two runs with
---trace_tensors, or two files `…tensors.jsonl`, the first tensor that differs is named. Exit statuses: 0 equal, and both
-end at the same step;
-1 different; 2 a mistake, such as a file that cannot be read.
+--trace_tensors, or two traces of FixedTree, the first tensor that differs is named. Exit statuses: 0 equal, and both
+end at the same step; 1 different; 2 a mistake, such as a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from .common.errors import UserError, escape_control_characters, shorten
-from .equality import compare_values, differing_entries, ulps
+from .equality import NUMBERS, PLACE, compare_values, differing_entries, first_difference_of_traces, ulps
 from .runs.reader import read_object
 from .runs.schema import EVALUATIONS, SETTINGS, STEPS, TENSORS
 
@@ -47,10 +46,6 @@ STATE = "trainer_state.json"
 SETTINGS_OF_STATE = "train_batch_size", "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps"
 TIMES = "seconds|time|timestamp|elapsed|duration|throughput|t?flops|mfu|tps|mem|memory"
 TIME = re.compile(rf"per_sec|runtime|(?<![a-z])({TIMES})(?![a-z])", re.IGNORECASE)
-
-# Of a line in tensors.jsonl. Logical rank and micro-batch are null for what all logical ranks share.
-NUMBERS = {"step": "step", "logical_rank": "logical rank", "micro_batch": "micro-batch"}
-PLACE = [*NUMBERS, "phase"]
 
 
 class Training(NamedTuple):
@@ -64,13 +59,12 @@ class Training(NamedTuple):
 def main() -> int:
     _, options = PROGRAM.parse(sys.argv[1:])
     a, b = read(Path(options["A"])), read(Path(options["B"]))
-    only_traces = a.table.empty and b.table.empty
+    only_traces = a.trace is not None and b.trace is not None and (a.table.empty or b.table.empty)
     result = {"equal": True} if only_traces else compare(a, b, options["rtol"])
     if a.trace is not None and b.trace is not None:
         n, difference = first_difference_of_traces(a.trace, b.trace)
-        trace = difference or ("equal" if n else "no step is traced in both")
-        is_equal = result.pop("equal") and trace == "equal"
-        result |= {"traced_tensors_in_common": n, "trace": trace, "equal": is_equal}
+        is_equal = result.pop("equal") and not difference
+        result |= {"traced_tensors_in_common": n, "trace": difference or "equal", "equal": is_equal}
     as_json = json.dumps(json.loads(json.dumps(result), parse_constant=str), indent=2)  # JSON has no NaN or infinity
     print(as_json if options["json"] else describe(result))
     return int(not result["equal"])
@@ -108,23 +102,6 @@ def compare(a: Training, b: Training, rtol: float | None = None) -> dict[str, An
     }
 
 
-def first_difference_of_traces(a: pd.DataFrame, b: pd.DataFrame) -> tuple[int, str | None]:
-    """Return how many tensors two traces have in common, and one line about the first that differs, if any."""
-    both = compare_values(a.rename(columns={"norm": "norm_a"}), b.rename(columns={"norm": "norm_b"}))
-    if both["equal"].all():
-        return len(both), None
-    first = int(both["equal"].argmin())
-    x: Any = both.loc[first]
-    n = int((both[PLACE][:first] == x[PLACE]).all(axis=1).sum())
-    where = [f"{name} {x[key]}" for key, name in NUMBERS.items() if x[key] >= 0]
-    things = "outputs" if x["phase"] == "forward" else f"{x['phase']}s"
-    phase = "in the forward pass" if x["phase"] == "forward" else f"among the {things}"
-    distance = ulps(x["norm_a"], x["norm_b"])
-    norms = "a norm is not finite" if distance is None else f"norms differ by {distance} ULP"
-    line = f"{', '.join(where)}: `{x['name']}` differs first {phase} ({norms})"
-    return len(both), f"{line}; the {n} {things} before it are equal"
-
-
 def describe(result: Mapping[str, Any]) -> str:
     """Return the result as `app.diff` and the pytest plugin print it: a line or a table per entry."""
     lines = []
@@ -139,31 +116,38 @@ def describe(result: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Training:
-    """Read what a training has logged. Raise UserError if it cannot be read."""
+    """Read what a training has logged and traced. Raise UserError if it cannot be read."""
     try:
-        if path.name.endswith(TENSORS.name):  # from FixedTree.trace_tensors
-            table = pd.DataFrame({"step": [0], "quantity": "", "value": 0.0})[:0]
-            return Training(str(path), table, {}, set(), read_trace(path))
-        if (path / STEPS).is_file():
-            lines = read_lines(path / EVALUATIONS) if (path / EVALUATIONS).is_file() else ()
-            named = ({k if k == "step" else f"eval_{k}": row[k] for k in row if k != "rows"} for row in lines)
-            run = collect(path, [*read_lines(path / STEPS), *named], read_object(path, SETTINGS))
-            return run._replace(trace=read_trace(path / TENSORS)) if (path / TENSORS).is_file() else run
-        if "tfevents" in path.name or any(path.glob("*tfevents*")):
-            return collect(path, read_events(path))
-        path = path / STATE if path.is_dir() else path
-        if path.suffix == ".csv":
-            rows = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False).to_dict("records")
-            return collect(path, ({str(name): cell for name, cell in row.items() if cell} for row in rows))
-        if path.name.endswith(STATE):
-            state = json.loads(path.read_text(encoding="utf-8"))
-            return collect(path, state["log_history"], {key: state.get(key) for key in SETTINGS_OF_STATE})
-        return collect(path, read_lines(path))
+        file = path / TENSORS if path.is_dir() else path
+        if not file.is_file() or b'"hash": ' not in file.open("rb").readline():
+            return read_log(path)
+        trace, no_numbers = read_trace(file), pd.DataFrame({"step": [0], "quantity": "", "value": 0.0})[:0]
+        if not any((path / name).is_file() for name in (STEPS, STATE)):  # from app.fixed_tree
+            return Training(str(path), no_numbers, {}, set(), trace)
+        return read_log(path)._replace(trace=trace)
     except UserError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
         reason = getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}"
         raise UserError(f"{path}: {shorten(reason, 200)}") from None
+
+
+def read_log(path: Path) -> Training:
+    """Read the numbers that a training has logged."""
+    if (path / STEPS).is_file():
+        lines = read_lines(path / EVALUATIONS) if (path / EVALUATIONS).is_file() else ()
+        named = ({k if k == "step" else f"eval_{k}": row[k] for k in row if k != "rows"} for row in lines)
+        return collect(path, [*read_lines(path / STEPS), *named], read_object(path, SETTINGS))
+    if "tfevents" in path.name or any(path.glob("*tfevents*")):
+        return collect(path, read_events(path))
+    path = path / STATE if path.is_dir() else path
+    if path.suffix == ".csv":
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False).to_dict("records")
+        return collect(path, ({str(name): cell for name, cell in row.items() if cell} for row in rows))
+    if path.name.endswith(STATE):
+        state = json.loads(path.read_text(encoding="utf-8"))
+        return collect(path, state["log_history"], {key: state.get(key) for key in SETTINGS_OF_STATE})
+    return collect(path, read_lines(path))
 
 
 def collect(name: object, rows: Iterable[Mapping[str, Any]], settings: Mapping[str, Any] | None = None) -> Training:

@@ -1,4 +1,4 @@
-"""Which values of two tables or settings are equal in every bit. `app.diff` and `app.report` ask it."""
+"""Which values of two tables, settings or traces are equal in every bit. `app.diff` and `app.report` ask it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+# Of a line in tensors.jsonl. Logical rank and micro-batch are null for what all logical ranks share.
+NUMBERS = {"step": "step", "logical_rank": "logical rank", "micro_batch": "micro-batch"}
+PLACE = [*NUMBERS, "phase"]
 NO_SETTINGS = {"command", "date", "launchers", "output_dir"}  # they differ between any two runs
 
 
@@ -40,3 +43,37 @@ def differing_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, t
     """Return the entries that differ. One that only one of both has is unknown in the other, and does not count."""
     flat_a, flat_b = (pd.json_normalize(dict(settings)).astype(object).iloc[0].to_dict() for settings in (a, b))
     return {str(k): (x, flat_b[k]) for k, x in flat_a.items() if k not in NO_SETTINGS and flat_b.get(k, x) != x}
+
+
+def first_difference_of_traces(a: pd.DataFrame, b: pd.DataFrame) -> tuple[int, str | None]:
+    """Return how many tensors two traces have in common, and one line about the first that differs, if any.
+
+    Args:
+        a: a row for each tensor: PLACE, `name`, `call` (a module may be called again), `value` (its hash) and `norm`.
+    """
+    both = compare_values(a.rename(columns={"norm": "norm_a"}), b.rename(columns={"norm": "norm_b"}))
+    if both["equal"].all():
+        return len(both), _only_in_one(a, b)
+    first = int(both["equal"].argmin())
+    x: Any = both.loc[first]
+    n = int((both[PLACE][:first] == x[PLACE]).all(axis=1).sum())
+    where = [f"{name} {x[key]}" for key, name in NUMBERS.items() if x[key] >= 0]
+    things = "outputs" if x["phase"] == "forward" else f"{x['phase']}s"
+    phase = "in the forward pass" if x["phase"] == "forward" else f"among the {things}"
+    distance = ulps(x["norm_a"], x["norm_b"])
+    norms = "a norm is not finite" if distance is None else f"norms differ by {distance} ULP"
+    line = f"{', '.join(where)}: `{x['name']}` differs first {phase} ({norms})"
+    return len(both), f"{line}; the {n} {things} before it are equal"
+
+
+def _only_in_one(a: pd.DataFrame, b: pd.DataFrame) -> str | None:
+    """Describe the first tensor of a step in both traces that only one has, or which steps they have."""
+    steps = {*a["step"]} & {*b["step"]}
+    if not steps:
+        return "no step is traced in both"
+    rows = pd.concat([a, b])[[*PLACE, "name", "call"]]
+    single = rows[rows["step"].isin(steps)].drop_duplicates(keep=False)
+    if not single.empty:
+        return f"step {single['step'].iloc[0]}: `{single['name'].iloc[0]}` is in one of the traces only"
+    last = a["step"].max(), b["step"].max()
+    return f"equal up to step {min(last)}; the last steps are {last[0]} and {last[1]}" if last[0] != last[1] else None

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader
 
 from .data.batches import BatchPlan, FullBatchSampler, plan_batches
 from .distributed.collectives import all_gather_single
@@ -35,8 +34,6 @@ from .settings import Settings
 from .strategies.base import GradientTree
 from .strategies.reduction import FixedOrderAllReduce, TreeSum, sum_pairwise
 from .tracing import TensorTrace
-
-AnyTrainer: Any = object  # your class names Trainer as well: a loop without it need not import it
 
 
 def plan_of(logical_ranks: int, batch_size: int, n_rows: int) -> tuple[BatchPlan, int]:
@@ -99,8 +96,10 @@ class FixedTree(GradientTree):
         if plan.ranks > 1 and not isinstance(model, DistributedDataParallel):
             problem = f"pass DistributedDataParallel(model), not {type(model).__name__}; compile the model before"
             raise TypeError(f"FixedTree: {problem}")
-        if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-            raise TypeError("FixedTree: SyncBatchNorm depends on the number of processes: use BatchNorm or GroupNorm")
+        if any(isinstance(module, SyncBatchNorm) or getattr(module, "sparse", False) for module in model.modules()):
+            raise TypeError(
+                "FixedTree: use BatchNorm or GroupNorm, not SyncBatchNorm, and embeddings with sparse=False"
+            )
         super().__init__(model, plan, allow_unused=getattr(model, "find_unused_parameters", True))
         self.logical_ranks, self.device = plan.logical_ranks_of(rank), self.parameters[0].device  # of this process
         self.step, self.done = -1, len(self.logical_ranks)  # the last step, and how many of its micro-batches are done
@@ -135,6 +134,8 @@ class FixedTree(GradientTree):
 
         Call it on every process, before the first of these steps. `samebits diff` compares two such files.
         """
+        if not 1 <= first <= last:
+            raise ValueError(f"trace_tensors({first}, {last}): pass two steps; step 1 is micro_batch(step=0)")
         self.trace.steps, self.trace_file = range(first, last + 1), Path(file)
         self.trace_file.parent.mkdir(parents=True, exist_ok=True)
         self.trace_file.unlink(missing_ok=True)
@@ -236,10 +237,10 @@ class FixedTree(GradientTree):
 
 
 def count_update(tree: weakref.ref[FixedTree], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if (own := tree()) is not None and not {*own.parameters}.isdisjoint(parameters):
+    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if (own := tree()) is not None and not updated.isdisjoint(own.parameters):
         own.updates += 1
-        lines = own.trace.add_update(optimizer)
+        lines = own.trace.add_update(optimizer, updated)
         if lines and 0 in own.logical_ranks:
             with own.trace_file.open("a") as file:
                 file.writelines(f"{json.dumps(line)}\n" for line in lines)
@@ -250,49 +251,3 @@ def count_gradient(counted: set[torch.Tensor], parameter: torch.Tensor) -> None:
     if parameter in counted:
         raise RuntimeError("micro_batch: call backward() once inside it: add the losses first")
     counted.add(parameter)
-
-
-class FixedTreeTrainerMixin(AnyTrainer):  # type: ignore[misc]
-    """`class MyTrainer(FixedTreeTrainerMixin, Trainer): logical_ranks = 8` trains on the fixed tree.
-
-    A step has `per_device_train_batch_size` rows for each logical rank. How many micro-batches a process accumulates
-    follows from the number of processes.
-    """
-
-    logical_ranks = 0  # to be set in your class, as for `FixedTree`
-    threads: int | None = None
-    trace_steps: tuple[int, int] | None = None  # the first and the last step for tensors.jsonl in `output_dir`
-    tree: Any = None  # a FixedTree, from the first step on
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        n = plan_of(self.logical_ranks, self.logical_ranks, self.logical_ranks)[0].logical_ranks_per_rank
-        own = self.args
-        accumulates = own.gradient_accumulation_steps not in (1, n)
-        if accumulates or own.n_gpu > 1 or own.fp16 or not own.average_tokens_across_devices:
-            problem = "raise logical_ranks, not gradient_accumulation_steps; start several GPUs with torchrun; use bf16"
-            raise ValueError(f"FixedTreeTrainerMixin: {problem}, not fp16; keep average_tokens_across_devices=True")
-        own.gradient_accumulation_steps = n
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return Trainer's loader with a `FixedTreeSampler`: accelerate would divide the rows by processes."""
-        loader: Any = super().get_train_dataloader()
-        rows = self.args.train_batch_size * self.logical_ranks
-        sampler = FixedTreeSampler(loader.dataset, rows, self.logical_ranks, seed=self.args.seed)
-        names = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "worker_init_fn")
-        new: Any = DataLoader(loader.dataset, batch_sampler=sampler, **{name: getattr(loader, name) for name in names})
-        new.set_epoch = sampler.set_epoch  # Trainer calls it
-        return new  # type: ignore[no-any-return]
-
-    def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on a micro-batch of the next logical rank. Trainer divides the loss by their number."""
-        if self.tree is None or self.tree.wrapped is not model:
-            self.tree = FixedTree(model, self.logical_ranks, threads=self.threads, divides=False)
-            if self.trace_steps:
-                self.tree.trace_tensors(Path(self.args.output_dir, "tensors.jsonl"), *self.trace_steps)
-        logical_rank = self.tree.logical_ranks[self.tree.done % len(self.tree.logical_ranks)]
-        with self.tree.micro_batch(self.state.global_step, logical_rank, seed=self.args.seed):
-            return super().training_step(model, *args, **kwargs)  # type: ignore[no-any-return]
-
-    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
-        return self.tree.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[no-any-return]

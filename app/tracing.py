@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -118,11 +118,19 @@ class TensorTrace:
         for position, (name, buffer) in enumerate(self.model.named_buffers() if self.step in self.steps else ()):
             self.add("buffer", name, buffer, position=position)
 
-    def add_update(self, optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
-        """Return the lines of tensors.jsonl for a step whose update is done; none if it is not traced. Collective."""
+    def add_update(
+        self, optimizer: torch.optim.Optimizer, updated: Container[torch.Tensor] | None = None
+    ) -> list[Mapping[str, Any]]:
+        """Return the lines of tensors.jsonl for a step whose update is done; none if it is not traced. Collective.
+
+        Args:
+            updated: the parameters that have been updated; None: all.
+        """
         if self.step not in self.steps:
             return []
         for name, parameter in self.model.named_parameters():
+            if updated is not None and parameter not in updated:
+                continue
             self.add("parameter", name, self._complete(parameter), position=self.positions[name])
             state = optimizer.state.get(parameter, {})  # with zero1, of this rank's parameters only
             moments = [key for key, value in state.items() if getattr(value, "shape", None) == parameter.shape]
@@ -228,5 +236,5 @@ def hash_and_norm(tensor: torch.Tensor) -> dict[str, Any]:
     digest = hashlib.sha256(f"{values.dtype} {tuple(values.shape)} ".encode())
     digest.update(values.view(-1).view(torch.uint8).numpy().data)
     # NumPy adds with one thread, so the sum does not depend on the number of threads.
-    norm = math.sqrt(np.square(values.double().numpy()).sum())
+    norm = math.sqrt(np.square((values.abs() if values.is_complex() else values).double().numpy()).sum())
     return {"hash": digest.hexdigest()[:16], "norm": norm if math.isfinite(norm) else None}

@@ -7,6 +7,7 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pandas as pd
@@ -16,8 +17,8 @@ from helpers.run_folders import write_run
 from torch.utils.tensorboard import SummaryWriter
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from app.diff import first_difference_of_traces, main, read_trace
-from app.equality import ulps
+from app.diff import main, read_trace
+from app.equality import first_difference_of_traces, ulps
 from app.program import run_program
 
 
@@ -125,6 +126,24 @@ def test_runs_of_this_program_are_compared_with_their_settings_and_traces(tmp_pa
     status, result = diff(a / "tensors.jsonl", b / "tensors.jsonl")  # as of FixedTree.trace_tensors
     assert (status, result["trace"].startswith(of_call)) == (1, True)
     assert diff(a / "tensors.jsonl", write(b / "x.jsonl", [{"step": 1, "loss": 1}]))[0] == 2
+
+
+def test_traces_of_other_lengths_and_tensors_are_not_equal(tmp_path, diff):
+    """Whatever the names of the files, and in a folder with or without a log of Trainer."""
+    line = {"step": 1, "logical_rank": 0, "micro_batch": 0, "phase": "forward", "name": "a", "hash": "0", "norm": 1}
+    lines = [line | {"step": step, "name": name} for step in (1, 2) for name in "ab"]
+    a, short, less = (tmp_path / name for name in ("a.jsonl", "short.txt", "less"))
+    write(a, lines)
+    write(short, lines[:2])
+    write(less / "tensors.jsonl", lines[:3])
+    assert diff(a, a)[0] == 0
+    assert diff(a, short) == (1, {"traced_tensors_in_common": 2, "trace": ANY, "equal": False})
+    assert diff(a, short)[1]["trace"] == "equal up to step 1; the last steps are 2 and 1"
+    for folder in (a, write(tmp_path / "run" / "tensors.jsonl", lines).parent):
+        assert diff(folder, less)[1]["trace"] == "step 2: `b` is in one of the traces only"
+        write(tmp_path / "run" / "trainer_state.json", [{"step": 1, "loss": 1}])
+        write(less / "trainer_state.json", [{"step": 1, "loss": 1}])
+    assert diff(write(tmp_path / "late.jsonl", lines[2:]), short)[1]["trace"] == "no step is traced in both"
 
 
 def test_the_log_of_trainer_is_compared_up_to_the_step_after_which_the_learning_rate_matters(tmp_path, diff):

@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
-from app.fixed_tree import FixedTree, FixedTreeSampler, FixedTreeTrainerMixin
+from app.fixed_tree import FixedTree, FixedTreeSampler
+from app.fixed_tree_trainer import FixedTreeTrainerMixin
 from app.tracing import hash_and_norm
 
 V = 4
@@ -64,12 +65,13 @@ def test_gradients_and_statistics_are_the_means_over_the_logical_ranks(ranks, tm
         options = {"find_unused_parameters": ranks == 2, "gradient_as_bucket_view": ranks == 4}
         tree = FixedTree(DistributedDataParallel(copies[world.rank], **options), V, threads=1)
         tree.trace_tensors(tmp_path / "tensors.jsonl", 1, 1)
-        optimizer = torch.optim.SGD(tree.parameters, lr=0.0)
+        optimizers = [torch.optim.SGD([p], lr=0.0, momentum=0.9) for p in tree.parameters]
         for step in range(2):
             found = step_of(tree, inputs, step)
             if step == 0:
                 buffers = {name: buffer.clone() for name, buffer in copies[world.rank].named_buffers()}
-                optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.step()
         return found, buffers, tree.clip_grad_norm_(1e9)
 
     for found, buffers, norm in on_ranks(work, ranks):
@@ -86,8 +88,9 @@ def test_gradients_and_statistics_are_the_means_over_the_logical_ranks(ranks, tm
         ]
         assert hashes["summed gradient", None, name] == hash_and_norm(expected[i])["hash"]
         assert hashes["parameter", None, name] == hash_and_norm(parameter)["hash"]
+        assert hashes["moment", None, f"{name}.momentum_buffer"] == hash_and_norm(expected[i])["hash"]
     assert hashes["buffer", None, "layers.1.running_mean"] == hash_and_norm(buffers["layers.1.running_mean"])["hash"]
-    assert len(trace) == len(hashes) == V * (6 + 6) + 6 + 4 + 6
+    assert len(trace) == len(hashes) == V * (6 + 6) + 6 + 4 + 6 + 6
     plain = FixedTree(model, V, threads=1)  # one process without DistributedDataParallel
     assert all(map(torch.equal, step_of(plain, inputs), expected))
 
@@ -172,6 +175,11 @@ def test_a_mistake_in_the_loop_names_what_to_do(monkeypatch):
     [
         (lambda: FixedTree(nn.Linear(1, 1), 6), "logical_ranks=6 with 1 .*power of two"),
         (lambda: FixedTree(nn.SyncBatchNorm(3), 2), "use BatchNorm or GroupNorm"),
+        (lambda: FixedTree(nn.Embedding(3, 2, sparse=True), 2), "sparse=False"),
+        (
+            lambda: FixedTree(nn.Linear(1, 1), 2, threads=1).trace_tensors("a.jsonl", 0, 2),
+            r"step 1 is micro_batch\(step=0",
+        ),
         (lambda: FixedTreeSampler(range(50), 6, 4), "batch_size=6: .* a multiple of logical_ranks=4"),
         (lambda: FixedTreeSampler(range(50), 64, 4), "at most the 50 rows"),
         (lambda: (rows := FixedTreeSampler(range(50), 4, 4)).set_epoch(1, 12) or next(iter(rows)), "which has 12"),

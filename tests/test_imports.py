@@ -20,7 +20,7 @@ LAYERS = (
     {"report", "plan"},
     {"diff"},
     {"equality"},
-    {"trainer"},
+    {"trainer", "fixed_tree_trainer"},
     {"record"},
     {"training", "profiling", "fixed_tree"},
     {"checkpoint", "tracing"},

@@ -4,7 +4,7 @@ import hashlib
 import tempfile
 
 import torch
-from samebits.fixed_tree import FixedTreeTrainerMixin
+from samebits.fixed_tree_trainer import FixedTreeTrainerMixin
 from sklearn.datasets import load_digits
 from torch import nn
 from transformers import Trainer, TrainingArguments

@@ -16,7 +16,8 @@ from helpers.architectures import write_model
 from helpers.jobs import TrainingRun, read_steps, require_success, write_subset
 from launched.shared_jobs import SharedRuns
 
-from app.diff import first_difference_of_traces, read_trace
+from app.diff import read_trace
+from app.equality import first_difference_of_traces
 from app.runs.hashes import hash_results
 from app.runs.reader import read_run
 from app.runs.schema import TENSORS, TRACKERS
