@@ -53,6 +53,7 @@ class Source:
     sha256: str | None = None  # of the bytes of a CSV whose encoding follows from them; None for anything else
     notes: tuple[str, ...] = ()  # for the start of a run: the encoding, and what is not read; empty if there is none
     may_lack_labels: bool = False  # for published test rows whose labels are secret, as those of GLUE
+    is_csv: bool = False
 
 
 def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str, Source]:
@@ -89,24 +90,29 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     unread += [f"split {split}" for split in splits if split not in PARTS]
     merged = f"{len(hashes)} files: {list_names([*map(os.path.basename, hashes)])}" if len(hashes) > len(splits) else ""
     notes = (encoding, merged, f"without {list_names(unread)}" if unread else "")
+    is_csv = any(_kind(file) == "csv" for file in hashes) and encoding != ""
+    paths = {part: Path(name if part == "train" else f"{name} ({part})") for part in PARTS}
     return {
-        part: Source(Path(name if part == "train" else f"{name} ({part})"), splits[part], None, notes, part == "test")
-        for part in PARTS
-        if part in splits
+        part: Source(paths[part], splits[part], None, notes, part == "test", is_csv) for part in PARTS if part in splits
     }
 
 
 def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = None) -> Source:
     """Load a file. All columns of a CSV are texts; by default, its encoding is recognized."""
     check_exists(path)
-    kind = BUILDERS.get(Path(path.name.lower().removesuffix(".gz")).suffix, "csv")
+    kind = _kind(path.name)
     with one_line_errors(str(path)):
         data_files = glob.escape(str(path.absolute()))
         if os.path.expandvars(data_files) != data_files:
             raise ValueError("rename the file: `datasets` would replace the variable in its path")
         splits, found, hashes = _load_files(kind, cache_dir, encoding, data_files=data_files)
     sha256 = next(iter(hashes.values())) if kind == "csv" and not encoding else None
-    return Source(path, splits["train"], sha256, (found,))
+    return Source(path, splits["train"], sha256, (found,), is_csv=kind == "csv")
+
+
+def _kind(name: str) -> str:
+    """Return the builder of `datasets` for a file."""
+    return BUILDERS.get(Path(name.lower().removesuffix(".gz")).suffix, "csv")
 
 
 def _load_files(
@@ -250,7 +256,7 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
                         names, header = plain, header or row
                         if sorted(row) != sorted(header):
                             other = list_names(header)
-                            raise csv.Error(f"has the columns {list_names(row)}, but another file {other}")
+                            raise csv.Error(f"has the columns {list_names(row)}, but another file {other}: move one")
                 if not names:
                     raise csv.Error("has no header")
             except csv.Error as error:

@@ -78,10 +78,11 @@ def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
                 eager, model.config._attn_implementation = logits(TEXTS[0], "right", (0, 3)), "sdpa"
                 if (logits(TEXTS[0], "right", (0, 3)) - eager).abs().max() <= 1e-3 * eager.abs().max():
                     model.config._attn_implementation = "eager"
-            alone, other = logits(TEXTS[0]), logits(TEXTS[1])
-            rounding = 100 * torch.finfo(torch.float32).eps * float(alone.abs().max())
-            padded = ((side, logits(TEXTS[0], side, (1, 3, 10))) for side in ("right", "left"))
-            side = next((side for side, found in padded if (found - alone).abs().max() <= rounding), "")
+            alone, other = map(logits, TEXTS)
+            expected = torch.cat([alone, other]).repeat_interleave(3, dim=0)
+            rounding = 100 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+            padded = ((s, torch.cat([logits(text, s, (1, 3, 10)) for text in TEXTS])) for s in ("right", "left"))
+            side = next((s for s, found in padded if (found - expected).abs().max() <= rounding), "")
     except Exception as problem:  # such as a token that the model does not have, which `check_rows` reports
         if runs_here and isinstance(problem, AttributeError | KeyError | TypeError):
             raise UserError(f"--model {settings.model}: its forward() fails: {first_line(problem)}") from None

@@ -80,7 +80,9 @@ def load_tokenizer(
         end, usual = tokenizer("0")["input_ids"][-1:], (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
         tokenizer.pad_token = next((t for t in usual if t and tokenizer.convert_tokens_to_ids(t) not in end), None)
     if tokenizer.pad_token_id is None:
-        raise UserError(f"--model {settings.model}: its tokenizer has no padding token, which batches need")
+        raise UserError(
+            f"--model {settings.model}: its tokenizer has no padding token, which batches need: add one and save it"
+        )
     # `tokenize` keeps the inputs in this list. RoCBERT's tokenizer returns more than it lists.
     tokenizer.model_input_names = [*dict.fromkeys((*tokenizer.model_input_names, *tokenizer("0"), "attention_mask"))]
     if train_texts is not None and config.is_encoder_decoder and not config.model_type.startswith("t5gemma"):

@@ -259,23 +259,21 @@ def test_classes_get_other_names_in_the_order_of_the_labels(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "separator"),
+    "text",
     [
-        ('review\tlabel\n"it was\tgood\nfine\tbad\nquiet"\tgood\nloud\tbad\n', "\t"),
-        ('label,review\n1,"it was\n0,fine\n1,quiet"\n0,loud\n', ","),
-        ('label,review\n1,"it was, all in all,\n10 of 10, quiet"\n0,loud\n', None),
+        'review\tlabel\n"it was\tgood\nfine\tbad\nquiet"\tgood\nloud\tbad\n',
+        'source\tlabel\treview\nx\tgood\t"it was\nx\tbad\tfine\nx\tgood\tquiet"\nx\tbad\tloud\n',
     ],
 )
-def test_rows_between_the_quotes_of_two_reviews_are_doubted(tmp_path, text, separator):
-    path = tmp_path / "rows.csv"
+def test_rows_between_the_quotes_of_two_reviews_are_doubted(tmp_path, text):
+    path = tmp_path / "train.tsv"
     path.write_text(text)
-    table = read_reviews(path)
-    assert len(table) == 2
-    if separator is None:
-        assert table.notes == ("utf-8-sig",)
-    else:
-        assert len(pd.read_csv(path, sep=separator, quoting=csv.QUOTE_NONE)) == 4
-        assert table.notes[1].startswith("1 reviews have lines that begin or end with a class: was the file written")
+    assert len(pd.read_csv(path, sep="\t", quoting=csv.QUOTE_NONE)) == 4
+    for table in (read_reviews(path), clean(open_sources(Settings(dataset_name=str(tmp_path))))):
+        assert len(table) == 2
+        assert table.notes[-1] == "1 reviews have line breaks within quotes"
+    path.write_text(text.replace('"', "“"))
+    assert read_reviews(path).notes == ("utf-8-sig",)
 
 
 # ---- tables larger than the memory -----------------------------------------------------------------------------------
