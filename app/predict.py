@@ -168,9 +168,8 @@ def write(task: Task, table: ReviewTable, part: Indices, *, logits: NDArray[np.f
     except OSError as problem:
         place = task.output or "standard output"
         raise RunError(f"{place} could not be written: {problem.strerror or problem}") from None
-    for i, note in enumerate(table.notes):
-        if note not in ("", "utf-8-sig"):
-            print(escape_control_characters(f"{table.path}: {'' if i else 'read as '}{note}"), file=sys.stderr)
+    if (encoding := next(iter(table.notes), "")) not in ("", "utf-8-sig"):
+        print(escape_control_characters(f"{table.path}: read as {encoding}"), file=sys.stderr)
     for line in describe_dropped(table):
         print(escape_control_characters(f"{table.path}: dropped {line}"))
     known = table.labels[part] >= 0

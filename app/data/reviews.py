@@ -150,10 +150,6 @@ def clean(
             f"{sources[parts[first]].path}: row {rows[first]}: label {shorten(repr(distinct[code]))} is not a class of "
             f"{origin}, which has {list_names(original)}; leave it out, or use --label_names or --label_column"
         )
-    # In a CSV that was written without quoting, the quotes of two reviews may enclose the rows between them.
-    n = int(texts.str.contains("\n", regex=False).sum()) if sources["train"].is_csv else 0
-    doubt = f"{n:,} reviews have line breaks within quotes"
-    of_other_parts = [f"{part}: {note}" for part, s in sources.items() if s.notes != notes for note in s.notes]
     return ReviewTable(
         path=path,
         sha256=hashes["train"] if len(hashes) == 1 else hash_json(hashes),
@@ -164,7 +160,7 @@ def clean(
         texts=texts,
         labels=np.array(class_ids, dtype=np.int64)[codes],
         parts={part: np.flatnonzero(parts == part) for part in dict.fromkeys(parts)} if len(sources) > 1 else {},
-        notes=(*notes, *of_other_parts, doubt) if n else (*notes, *of_other_parts),
+        notes=(*notes, *(f"{part}: {note}" for part, s in sources.items() if s.notes != notes for note in s.notes)),
     )
 
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import fsspec
 import pandas as pd
 import pooch
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from charset_normalizer.constant import FREQUENCIES
 
@@ -53,7 +54,6 @@ class Source:
     sha256: str | None = None  # of the bytes of a CSV whose encoding follows from them; None for anything else
     notes: tuple[str, ...] = ()  # for the start of a run: the encoding, and what is not read; empty if there is none
     may_lack_labels: bool = False  # for published test rows whose labels are secret, as those of GLUE
-    is_csv: bool = False
 
 
 def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str, Source]:
@@ -90,29 +90,24 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     unread += [f"split {split}" for split in splits if split not in PARTS]
     merged = f"{len(hashes)} files: {list_names([*map(os.path.basename, hashes)])}" if len(hashes) > len(splits) else ""
     notes = (encoding, merged, f"without {list_names(unread)}" if unread else "")
-    is_csv = any(_kind(file) == "csv" for file in hashes) and encoding != ""
-    paths = {part: Path(name if part == "train" else f"{name} ({part})") for part in PARTS}
     return {
-        part: Source(paths[part], splits[part], None, notes, part == "test", is_csv) for part in PARTS if part in splits
+        part: Source(Path(name if part == "train" else f"{name} ({part})"), splits[part], None, notes, part == "test")
+        for part in PARTS
+        if part in splits
     }
 
 
 def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = None) -> Source:
     """Load a file. All columns of a CSV are texts; by default, its encoding is recognized."""
     check_exists(path)
-    kind = _kind(path.name)
+    kind = BUILDERS.get(Path(path.name.lower().removesuffix(".gz")).suffix, "csv")
     with one_line_errors(str(path)):
         data_files = glob.escape(str(path.absolute()))
         if os.path.expandvars(data_files) != data_files:
             raise ValueError("rename the file: `datasets` would replace the variable in its path")
         splits, found, hashes = _load_files(kind, cache_dir, encoding, data_files=data_files)
     sha256 = next(iter(hashes.values())) if kind == "csv" and not encoding else None
-    return Source(path, splits["train"], sha256, (found,), is_csv=kind == "csv")
-
-
-def _kind(name: str) -> str:
-    """Return the builder of `datasets` for a file."""
-    return BUILDERS.get(Path(name.lower().removesuffix(".gz")).suffix, "csv")
+    return Source(path, splits["train"], sha256, (found,))
 
 
 def _load_files(
@@ -157,7 +152,15 @@ def _load_files(
         else:
             # A README.md may have the sizes of other splits.
             splits = datasets.load_dataset(path, verification_mode="no_checks", **place, **options)
+        if builder.name == "csv" and (n := sum(map(_count_line_breaks, splits.values()))):
+            encoding = f"{encoding}, {n:,} rows with line breaks within quotes"
         return splits, encoding or "", hashes
+
+
+def _count_line_breaks(table: datasets.Dataset) -> int:
+    """Count the rows of a CSV with line breaks. Without quoting, quotes of two rows may enclose those between them."""
+    columns = (column for column in table.data.columns if pa.types.is_large_string(column.type))
+    return int(pc.sum(reduce(pc.or_, (pc.match_substring(column, "\n") for column in columns))).as_py() or 0)
 
 
 def _recognize_encoding(files: Collection[str], given: str | None, candidates: Sequence[str]) -> str:
@@ -181,7 +184,7 @@ def _recognize_encoding(files: Collection[str], given: str | None, candidates: S
             if not counts or (is_chinese and not any(unicodedata.category(c) in ("Cn", "Co") for c in counts)):
                 return encoding
     wrong = given or ("UTF-8, nor Chinese that is surely GB18030" if len(candidates) > 1 else "UTF-8")
-    remedy = "save it as UTF-8, or name its encoding with --encoding, such as gb18030, utf-16 or cp949"
+    remedy = "save it as UTF-8, or name its encoding with --encoding, such as gb18030, cp1252 or utf-16"
     raise ValueError(f"is not {wrong}: {remedy}")
 
 

@@ -107,6 +107,10 @@ def classifier_config(
     if config.model_type in OFFSET_POSITIONS and own not in (None, pad) and is_pretrained(settings.model):
         problem = f"its config counts positions from pad_token_id {own}, but its tokenizer pads with token {pad}"
         raise UserError(f"--model {settings.model}: {problem}")
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if pad is not None and size is not None and pad >= size:  # from_pretrained would fail with an assertion
+        problem = f"its tokenizer returns token id {pad}, but its config has vocab_size {size}"
+        raise UserError(f"--model {settings.model}: {problem}: resize the model's embeddings")
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = KINDS[1]

@@ -80,7 +80,7 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "dropped": "; ".join(describe_dropped(table)),
         "rows": " + ".join(f"{len(part)} {name}" for name, part in parts if len(part)),
         "classes": ", ".join(f"{name} ({n:,})" for name, n in zip(table.class_names, counts, strict=True)),
-        "alike": f"the classes {list_names(alike)} differ only in case or width" if alike else None,
+        "alike": f"the classes {list_names(alike)} differ only in case, width or composition" if alike else None,
         "duplicates": describe_duplicates(data.duplicates),
         "truncated": f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut",
         "split": f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}",

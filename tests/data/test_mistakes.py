@@ -35,7 +35,7 @@ MISTAKES = [
     ("rows.csv", "label,review\n1,a,\n0,b,\n", "line 2, "),
     ("rows.csv", 'label,review\n1,"a\nb"\n\n0,b,c\n', "line 5, "),
     ("rows.csv", "label,review\n" + "1,a\n0,b\n" * 10_000 + "0,b,c\n", "line 20002"),
-    ("rows.csv", GOOD.encode("utf-16"), "or name its encoding with --encoding, such as gb18030, utf-16 or"),
+    ("rows.csv", GOOD.encode("utf-16"), "or name its encoding with --encoding, such as gb18030, cp1252 or"),
     ("rows.csv", "label,review\n1,a\n".encode("utf-16-le"), "is not UTF-8, nor Chinese"),
     ("rows.csv", "label,review\n1,部屋\n0,夜\n".encode("iso2022_jp"), "is not UTF-8, nor Chinese"),
     ("rows.csv", GOOD.encode("gb18030") + "1,好".encode("gb18030")[:-1], "is not UTF-8, nor Chinese"),
@@ -45,7 +45,7 @@ MISTAKES = [
     (
         "rows.csv",
         "label,review\n林巩,a\n馆前,b\n".encode("gb18030"),
-        "with --encoding, such as gb18030, utf-16 or cp949",
+        "with --encoding, such as gb18030, cp1252 or utf-16",
     ),
     ("rows.csv", (GOOD + "1,我们都说不好\n" * 9).encode("gb18030") + "1,服务态度很好\n".encode(), "is not UTF-8, nor"),
     # Of many rows, only a few have characters that tell.

@@ -263,6 +263,7 @@ def test_classes_get_other_names_in_the_order_of_the_labels(tmp_path):
     [
         'review\tlabel\n"it was\tgood\nfine\tbad\nquiet"\tgood\nloud\tbad\n',
         'source\tlabel\treview\nx\tgood\t"it was\nx\tbad\tfine\nx\tgood\tquiet"\nx\tbad\tloud\n',
+        'note\tlabel\treview\n"x\tgood\tit was\nx\tbad\tfine\nx"\tgood\tquiet\nx\tbad\tloud\n',
     ],
 )
 def test_rows_between_the_quotes_of_two_reviews_are_doubted(tmp_path, text):
@@ -271,7 +272,7 @@ def test_rows_between_the_quotes_of_two_reviews_are_doubted(tmp_path, text):
     assert len(pd.read_csv(path, sep="\t", quoting=csv.QUOTE_NONE)) == 4
     for table in (read_reviews(path), clean(open_sources(Settings(dataset_name=str(tmp_path))))):
         assert len(table) == 2
-        assert table.notes[-1] == "1 reviews have line breaks within quotes"
+        assert table.notes[0] == "utf-8-sig, 1 rows with line breaks within quotes"
     path.write_text(text.replace('"', "“"))
     assert read_reviews(path).notes == ("utf-8-sig",)
 

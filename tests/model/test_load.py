@@ -319,6 +319,16 @@ def test_a_tokenizer_without_a_padding_token_pads_with_one_that_does_not_end_eac
     assert "its tokenizer has no padding token" in error_message(path)
 
 
+def test_a_padding_token_that_the_embeddings_lack_is_one_line(folder):
+    path = folder("llama" if "llama" in CONFIGS else "gpt2", weights=True)
+    tokenizer, size = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path).vocab_size
+    tokenizer.add_tokens([f"word{i}" for i in range(size - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "[NEW]"})
+    tokenizer.save_pretrained(path)
+    edit_json(path / "config.json", pad_token_id=None)
+    assert f"token id {size}, but its config has vocab_size {size}: resize the model's" in error_message(path)
+
+
 def test_a_config_without_a_padding_token_gets_that_of_the_tokenizer(folder):
     perceiver = folder(model_type="perceiver", d_latents=32, num_self_attends_per_block=1)
     assert load(perceiver).model.config.pad_token_id == 0
