@@ -132,7 +132,7 @@ def predict(task: Task, world: World) -> None:
         rows = tokenize(with_classes, tokenizer, max_length, cache_dir=cache_dir)
         may_share = check_rows(settings.model, model.config, table, rows=rows, to_train=False)
     agree_on_model(model, rows, tokenizer, world=world)
-    n_cut = int((lengths_of(rows) == max_length).sum()) if requested is None else 0
+    n_cut = int((lengths_of(rows) == max_length).sum())
     cut = f"{n_cut} reviews have {max_length} tokens, to which longer ones are cut" if n_cut else None
     for line in filter(None, (*warnings, cut, describe_unknown(rows, tokenizer))) if world.is_main_process else ():
         print(f"warning: {settings.model}: {line}", file=sys.stderr)

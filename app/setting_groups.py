@@ -111,7 +111,7 @@ class DataSettings:
         "train, validation and test are used as published",
     ] = None
     encoding: Annotated[
-        Name | None, "encoding of CSV or JSON files, such as cp949; default: UTF-8 (CSV: or GB18030)"
+        Name | None, "encoding of files that are not UTF-8, such as cp949; default: UTF-8 (CSV: or GB18030)"
     ] = None
     on_duplicates_between_parts: Annotated[
         Literal["continue", "stop"], "what to do if a text is in two of the training, validation and test rows"

@@ -192,6 +192,8 @@ def test_rows_without_a_label_are_predicted_but_not_counted(run, predict):
     assert "(1 of 2 rows)" in predict("run", "--csv=new.csv", "--output=o.csv")
     assert predict.warnings == "new.csv: read as gb18030\n"
     assert pd.read_csv("o.csv")["label"].fillna("-").tolist() == ["gut", "-", "schlecht"]
+    predict("run", "我们都说好" * 600)
+    assert "1 reviews have" in predict.warnings
 
 
 def test_a_terminal_gets_no_control_characters(run, predict, monkeypatch):

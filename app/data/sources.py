@@ -164,20 +164,28 @@ def _count_line_breaks(table: datasets.Dataset) -> int:
 
 
 def _recognize_encoding(files: Collection[str], given: str | None, candidates: Sequence[str]) -> str:
-    """Return the encoding in which all files are valid and, unless it is given, plausible: others are valid as well."""
-    for encoding in (given,) if given else candidates:
-        counts = Counter[str]()
+    """Return the encoding in which all files are valid and, unless it is given, plausible: others are valid as well.
+
+    Files with other characters than ASCII that are valid UTF-8 are UTF-8, also if another encoding is given.
+    """
+    for encoding in ("utf-8-sig", given) if given else candidates:
+        counts, is_ascii = Counter[str](), True
         with suppress(UnicodeError):
             for file in files:
                 with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
                     for line in stream:
-                        if not given and ("\x1b$" in line or "\0" in line[:2]):  # ISO-2022 and UTF-16 are valid ASCII
+                        is_ascii = is_ascii and line.isascii()
+                        if encoding != given and (
+                            "\x1b$" in line or "\0" in line[:2]
+                        ):  # ISO-2022 and UTF-16 are valid ASCII
                             raise UnicodeError
-                        if not given and encoding == "gb18030" and not line.isascii():
+                        if encoding == "gb18030" != given and not line.isascii():
                             counts.update(line)
                             with suppress(UnicodeDecodeError):
                                 if max(line.encode(encoding).decode()) >= "\u0800":  # hardly any line is, but in UTF-8
                                     raise UnicodeError
+            if given and encoding != given and is_ascii:  # such as HZ, or UTF-16 without other characters
+                continue
             letters = sum(n for c, n in counts.items() if c.isalpha() and not c.isascii())
             is_chinese = letters <= 8 * sum(counts[c] for c in FREQUENT) and len(FREQUENT & counts.keys()) >= 4
             # No text has characters that are unassigned or for private use, as CP1252's ¡H.
@@ -259,7 +267,8 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
                         names, header = plain, header or row
                         if sorted(row) != sorted(header):
                             other = list_names(header)
-                            raise csv.Error(f"has the columns {list_names(row)}, but another file {other}: move one")
+                            differ = f"has the columns {list_names(row)}, but another file {other}"
+                            raise ValueError(f"{Path(file).name} {differ}: move one, such as test rows without labels")
                 if not names:
                     raise csv.Error("has no header")
             except csv.Error as error:

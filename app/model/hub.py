@@ -21,6 +21,8 @@ from ..setting_groups import BUILT_IN, ModelSettings
 
 CONTENT = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # config, tokenizer and code
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # or the index of parts; the first kind is loaded
+# Of which from_pretrained reads the first.
+KINDS_OF_WEIGHTS = ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
 # Weights of other formats or names.
 UNREAD = ("*.h5", "*.msgpack", "*.ckpt*", "**/*.safetensors", "**/*model*.bin", "*.gguf", "*.pt*", "*.npz", "**/*.onnx")
 SECONDS = 10  # that the Hub has to answer: snapshot_download itself would wait for as long as the system does

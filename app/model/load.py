@@ -29,7 +29,7 @@ from ..setting_groups import BUILT_IN, TINY, ModelSettings
 from ..settings import Settings
 from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_tokenizer
 from .dropout import override_dropout
-from .hub import UNREAD, WEIGHTS, explain, fetch
+from .hub import KINDS_OF_WEIGHTS, UNREAD, WEIGHTS, explain, fetch
 from .identity import check_only_head_is_new, describe_config, match_classes, unused_weights
 from .inputs import match_tokenizer
 
@@ -169,8 +169,8 @@ def load_classifier(
             if own.problem_type not in KINDS:
                 origin += f"; keeps its head, which was trained for {own.problem_type}"
         origin += f"; unused weights: {unused}" if (unused := unused_weights(found)) else ""
-        kinds = [sorted(Path(settings.model).glob(name)) for name in WEIGHTS]  # of which the first is read
-        origin += f"; {kinds[1][0].name} is not read" if all(kinds) else ""
+        kinds = [sorted(Path(settings.model).glob(name)) for name in KINDS_OF_WEIGHTS]
+        origin += "".join(f"; {files[0].name} is not read" for files in list(filter(None, kinds))[1:])
     else:
         learned = " and, without labels, from the training reviews" if settings.model == TINY else ""
         origin = f"{settings.model}, initialized from the seed{learned}"
@@ -251,7 +251,7 @@ def is_pretrained(model: str) -> bool:
         return False
     folder = Path(model)
     pretrained = not folder.is_dir() or any(any(folder.glob(name)) for name in WEIGHTS)
-    if not pretrained and (others := sorted(path for name in UNREAD for path in folder.glob(name))):
+    if not pretrained and (others := [path for name in UNREAD for path in sorted(folder.glob(name))]):
         raise UserError(f"--model {model}: weights in {others[0]} are not read: save them as {model}/model.safetensors")
     return pretrained
 

@@ -188,7 +188,7 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
         ("{folder}/booleans", "Unable to merge: Field label has incompatible types: int64 vs bool"),
         (
             "{folder}/other_case",
-            "train-2.csv: line 1, or a quote before it: has the columns 'Label', 'review', but another",
+            "train-2.csv has the columns 'Label', 'review', but another",
         ),
         (
             "{folder}/repeated",

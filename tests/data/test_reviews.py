@@ -109,6 +109,10 @@ def test_an_encoding_may_be_named(tmp_path):
         assert rows_of(clean(open_sources(settings))) == [("1", "방"), ("0", "요")]
         with pytest.raises(UserError, match="is not utf-32: save it as UTF-8, or name its encoding with --encoding"):
             open_sources(replace(settings, encoding="utf-32"))
+        (tmp_path / name).write_bytes(content.encode())  # one of several files, which are not all in that encoding
+        assert rows_of(clean(open_sources(settings))) == [("1", "방"), ("0", "요")]
+    (tmp_path / "hz.csv").write_bytes("label,review\n1,好\n0,差\n".encode("hz"))  # ASCII, and so UTF-8
+    assert clean(open_sources(Settings(csv=str(tmp_path / "hz.csv"), encoding="hz"))).texts.tolist() == ["好", "差"]
     (tmp_path / "test.csv").write_bytes("label,review\n1,我们都说好\n".encode("gb18030"))
     write(ROWS[:6], tmp_path / "utf-8.csv")
     files = {"csv": str(tmp_path / "utf-8.csv"), "test_file": str(tmp_path / "test.csv")}

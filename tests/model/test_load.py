@@ -263,8 +263,10 @@ def test_weights_that_the_model_does_not_use_and_what_its_head_was_trained_for_a
     unused = "; unused weights: bert.encoder.layer.1.attention.output.LayerNorm.bias and 15 more"
     assert classifier.origin.endswith(f"bert.pooler.dense.bias, classifier.bias{head}regression{unused}")
     edit_json(path / "config.json", id2label={0: "good", 1: 1, 2: "old"})
-    (path / "pytorch_model.bin").touch()
-    assert load(path, ["1", "good"]).origin.endswith("; pytorch_model.bin is not read")
+    for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors"):
+        (path / name).touch()
+    others = "; model-00001-of-00002.safetensors is not read; pytorch_model.bin is not read"
+    assert load(path, ["1", "good"]).origin.endswith(others)
     assert f"{head}the classes 'good', '1', 'old'" in load(path, ["1", "good"]).origin
 
 
