@@ -119,12 +119,11 @@ def read(path: Path) -> Training:
     """Read what a training has logged and traced. Raise UserError if it cannot be read."""
     try:
         file = path / TENSORS if path.is_dir() else path
-        if not file.is_file() or b'"hash": ' not in file.open("rb").readline():
-            return read_log(path)
-        trace, no_numbers = read_trace(file), pd.DataFrame({"step": [0], "quantity": "", "value": 0.0})[:0]
-        if not any((path / name).is_file() for name in (STEPS, STATE)):  # from app.fixed_tree
-            return Training(str(path), no_numbers, {}, set(), trace)
-        return read_log(path)._replace(trace=trace)
+        trace = read_trace(file) if file.is_file() else None
+        if trace is None or any((path / name).is_file() for name in (STEPS, STATE)):
+            return read_log(path)._replace(trace=trace)
+        no_numbers = pd.DataFrame({"step": [0], "quantity": "", "value": 0.0})[:0]  # a trace of app.fixed_tree alone
+        return Training(str(path), no_numbers, {}, set(), trace)
     except UserError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
@@ -185,8 +184,11 @@ def to_number(value: Any) -> float | None:
         return None
 
 
-def read_trace(path: Path) -> pd.DataFrame:
-    """Return a row for each tensor: PLACE, `name`, `call` (a module may be called again), `value` (hash) and `norm`."""
+def read_trace(path: Path) -> pd.DataFrame | None:
+    """Return the rows of tensors that `first_difference_of_traces` compares; None if the file has none."""
+    with path.open("rb") as file:
+        if b'"hash": ' not in file.readline():
+            return None
     trace = pd.DataFrame([*read_lines(path)])[[*PLACE, "name", "hash", "norm"]]
     trace = trace.fillna(dict.fromkeys(NUMBERS, -1)).astype(dict.fromkeys(NUMBERS, int))
     return trace.assign(call=trace.groupby([*PLACE, "name"]).cumcount()).rename(columns={"hash": "value"})

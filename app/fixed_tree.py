@@ -97,9 +97,7 @@ class FixedTree(GradientTree):
             problem = f"pass DistributedDataParallel(model), not {type(model).__name__}; compile the model before"
             raise TypeError(f"FixedTree: {problem}")
         if any(isinstance(module, SyncBatchNorm) or getattr(module, "sparse", False) for module in model.modules()):
-            raise TypeError(
-                "FixedTree: use BatchNorm or GroupNorm, not SyncBatchNorm, and embeddings with sparse=False"
-            )
+            raise TypeError("FixedTree: use BatchNorm or GroupNorm, not SyncBatchNorm; embeddings with sparse=False")
         super().__init__(model, plan, allow_unused=getattr(model, "find_unused_parameters", True))
         self.logical_ranks, self.device = plan.logical_ranks_of(rank), self.parameters[0].device  # of this process
         self.step, self.done = -1, len(self.logical_ranks)  # the last step, and how many of its micro-batches are done

@@ -111,12 +111,12 @@ class TensorTrace:
         for name, parameter in self.model.named_parameters() if self.step in self.steps else ():
             if parameter.grad is not None:
                 mean = self._complete(parameter.grad) / self.mean_factor
-                self.add("summed gradient", name, mean, position=-self.positions[name])
+                self._add("summed gradient", name, mean, position=-self.positions[name])
 
     def add_buffers(self) -> None:
         """Add the buffers, such as BatchNorm's statistics."""
         for position, (name, buffer) in enumerate(self.model.named_buffers() if self.step in self.steps else ()):
-            self.add("buffer", name, buffer, position=position)
+            self._add("buffer", name, buffer, position=position)
 
     def add_update(
         self, optimizer: torch.optim.Optimizer, updated: Container[torch.Tensor] | None = None
@@ -131,12 +131,12 @@ class TensorTrace:
         for name, parameter in self.model.named_parameters():
             if updated is not None and parameter not in updated:
                 continue
-            self.add("parameter", name, self._complete(parameter), position=self.positions[name])
+            self._add("parameter", name, self._complete(parameter), position=self.positions[name])
             state = optimizer.state.get(parameter, {})  # with zero1, of this rank's parameters only
             moments = [key for key, value in state.items() if getattr(value, "shape", None) == parameter.shape]
             for i, key in enumerate(moments):
                 position = len(moments) * self.positions[name] + i
-                self.add("moment", f"{name}.{key}", self._complete(state[key]), position=position)
+                self._add("moment", f"{name}.{key}", self._complete(state[key]), position=position)
         records = [self.records]
         if dist.is_initialized():
             records *= dist.get_world_size(self.group)
@@ -161,7 +161,7 @@ class TensorTrace:
                 name = self.modules[module] + ("" if tensor is output else f"[{i}]")
                 calls[name] += 1
                 name += f" (call {calls[name]})" if calls[name] > 1 else ""
-                self.add("forward", name, tensor, place=place, position=calls.total())
+                self._add("forward", name, tensor, place=place, position=calls.total())
             if module is self.model:  # --activation_checkpointing repeats parts of the forward pass after its end
                 forward_hooks.close()
 
@@ -182,14 +182,14 @@ class TensorTrace:
 
     def _add_gradient(self, name: str, place: Place, gradient: torch.Tensor) -> None:
         """Add what a backward pass adds to the gradient of a parameter."""
-        self.add("gradient", name, gradient / self.factor, place=place, position=-self.positions[name])
+        self._add("gradient", name, gradient / self.factor, place=place, position=-self.positions[name])
 
     def _complete(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return all of a tensor, on every rank. Collective if it is sharded."""
         tensor = tensor.detach().to(self.device)  # NCCL cannot send offloaded ones from main memory
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def add(self, phase: str, name: str, tensor: torch.Tensor, *, place: Place = (None, None), position: int) -> None:
+    def _add(self, phase: str, name: str, tensor: torch.Tensor, *, place: Place = (None, None), position: int) -> None:
         logical_rank, micro_batch = place
         line = {"step": self.step, "logical_rank": logical_rank, "micro_batch": micro_batch, "phase": phase}
         line |= {"name": name, **hash_and_norm(tensor)}

@@ -187,10 +187,8 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
             values = [None if value in (None, -1) else names[value] for value in values]
         # `datasets` has converted mixed values, and so changed texts such as "007".
         if isinstance(feature, Json) or not all(isinstance(value, str | int | float | None) for value in values):
-            problem = (
-                "dates, lists, bytes, decimals, or texts and numbers: make all values texts that are not dates alone"
-            )
-            raise ValueError(f"has {problem}")
+            kinds = "dates, lists, bytes, decimals, or texts and numbers"
+            raise ValueError(f"has {kinds}: make all values texts that are not dates alone")
         # NaN is what writers other than pandas leave for a missing value.
         # As a Python number, 0.1 in 32 bits has more digits.
         as_type = str if isinstance(feature, ClassLabel) else column.type.to_pandas_dtype()

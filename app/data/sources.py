@@ -166,7 +166,7 @@ def _count_line_breaks(table: datasets.Dataset) -> int:
 def _recognize_encoding(files: Collection[str], given: str | None, candidates: Sequence[str]) -> str:
     """Return the encoding in which all files are valid and, unless it is given, plausible: others are valid as well.
 
-    Files with other characters than ASCII that are valid UTF-8 are UTF-8, also if another encoding is given.
+    The given encoding is for files that are not UTF-8. ASCII is valid UTF-8 and says nothing.
     """
     for encoding in ("utf-8-sig", given) if given else candidates:
         counts, is_ascii = Counter[str](), True
@@ -175,9 +175,8 @@ def _recognize_encoding(files: Collection[str], given: str | None, candidates: S
                 with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
                     for line in stream:
                         is_ascii = is_ascii and line.isascii()
-                        if encoding != given and (
-                            "\x1b$" in line or "\0" in line[:2]
-                        ):  # ISO-2022 and UTF-16 are valid ASCII
+                        # ISO-2022 and UTF-16 are valid ASCII.
+                        if encoding != given and ("\x1b$" in line or "\0" in line[:2]):
                             raise UnicodeError
                         if encoding == "gb18030" != given and not line.isascii():
                             counts.update(line)
@@ -272,9 +271,10 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
                 if not names:
                     raise csv.Error("has no header")
             except csv.Error as error:
-                hint = ": double each quote within quotes" if "expected after" in str(error) else ""
+                problem = str(error).replace("\t", "tab")
+                hint = ": double each quote within quotes" if "expected after" in problem else ""
                 place = f"{Path(file).name}: line {reader.line_num}, or a quote before it"
-                raise ValueError(f"{place}: {str(error).replace(chr(9), 'tab')}{hint}") from None
+                raise ValueError(f"{place}: {problem}{hint}") from None
 
 
 @contextmanager

@@ -107,10 +107,7 @@ def classifier_config(
     if config.model_type in OFFSET_POSITIONS and own not in (None, pad) and is_pretrained(settings.model):
         problem = f"its config counts positions from pad_token_id {own}, but its tokenizer pads with token {pad}"
         raise UserError(f"--model {settings.model}: {problem}")
-    size = getattr(config.get_text_config(), "vocab_size", None)
-    if pad is not None and size is not None and pad >= size:  # from_pretrained would fail with an assertion
-        problem = f"its tokenizer returns token id {pad}, but its config has vocab_size {size}"
-        raise UserError(f"--model {settings.model}: {problem}: resize the model's embeddings")
+    check_vocabulary(settings.model, config, pad or 0)  # from_pretrained would fail with an assertion
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
     config.problem_type = KINDS[1]
@@ -267,6 +264,16 @@ def build_from_config(settings: Settings, config: PretrainedConfig, **options: A
         return AutoModelForSequenceClassification.from_config(config, **options)  # type: ignore[no-any-return]
     except Exception as problem:
         raise UserError(f"--model {settings.model}: {explain(problem)}") from None
+
+
+def check_vocabulary(model: str, config: PretrainedConfig, token_id: int) -> None:
+    """Raise a UserError if the model has no embedding of a token that its tokenizer returns."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and token_id >= size:
+        raise UserError(
+            f"--model {model}: its tokenizer returns token id {token_id}, but its config has vocab_size {size}: resize "
+            "the model's embeddings, or use the tokenizer that belongs to it"
+        )
 
 
 def usable_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, requested: int | None) -> int:

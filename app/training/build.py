@@ -30,7 +30,7 @@ from ..metrics.score import find_positive_class
 from ..model.built_in import embeddings_of
 from ..model.dropout import checkpoint_activations
 from ..model.hub import resolve_commit
-from ..model.load import Classifier, load_classifier, load_tokenizer
+from ..model.load import Classifier, check_vocabulary, load_classifier, load_tokenizer
 from ..model.vocabulary import tokens_of_model, trim_vocabulary
 from ..settings import Settings
 from ..strategies.base import Strategy
@@ -202,13 +202,7 @@ def check_rows(model: str, config: PretrainedConfig, table: ReviewTable, *, rows
             times, hint = ("exactly", ": do they contain </s>?") if to_train else ("at least", "")
             where = f"unlike in {found} of {table.path}{hint}"
             raise UserError(f"--model {model}: it needs {end} {times} once per text, {where}")
-    size = getattr(text_config, "vocab_size", None)
-    largest = max(occurring_tokens(rows)[-1], text_config.pad_token_id or 0)
-    if size is not None and largest >= size:
-        raise UserError(
-            f"--model {model}: its tokenizer returns token id {largest}, but its config has vocab_size {size}: resize "
-            "the model's embeddings, or use the tokenizer that belongs to it"
-        )
+    check_vocabulary(model, config, max(occurring_tokens(rows)[-1], text_config.pad_token_id or 0))
     return bool((n_ends == n_ends[0]).all())
 
 
