@@ -14,10 +14,9 @@ import logging
 import os
 import re
 import tempfile
-import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain, islice
@@ -31,18 +30,15 @@ import pooch
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from charset_normalizer.constant import FREQUENCIES
 
 from ..common.errors import UserError, list_names, shorten
 from ..common.files import cached_file, check_exists
 from ..settings import Settings
+from .encoding import ENCODINGS, recognize_encoding
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}  # everything else is a CSV
-# Chinese text in GB18030 is hardly ever valid UTF-8, but many texts in UTF-8 are valid GB18030.
-ENCODINGS = {"csv": ("utf-8-sig", "gb18030"), "json": ("utf-8-sig",)}
 PARTS = ("train", "validation", "test")
 JSON_ROWS = "a JSON file has one object per line, or an array of objects"
-FREQUENT = frozenset(FREQUENCIES["Chinese"])  # about a third of the characters of Chinese texts
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,8 @@ def _load_files(
             raise ValueError(f"remove {list_names(caches)}, which `Dataset.map` has written beside the data")
         hashes = {file: pooch.file_hash(file) for files in builder.config.data_files.values() for file in files}
         if builder.name in ENCODINGS:
-            encoding = options["encoding"] = _recognize_encoding(hashes, encoding, ENCODINGS[builder.name])
+            encoding = encoding or (builder.config.encoding if builder.name == "csv" else None)  # of a README.md
+            encoding = options["encoding"] = recognize_encoding(hashes, encoding, ENCODINGS[builder.name])
         elif encoding:
             raise ValueError("--encoding is for CSV and JSON files")
         if builder.name == "csv":
@@ -163,51 +160,24 @@ def _count_line_breaks(table: datasets.Dataset) -> int:
     return int(pc.sum(reduce(pc.or_, (pc.match_substring(column, "\n") for column in columns))).as_py() or 0)
 
 
-def _recognize_encoding(files: Collection[str], given: str | None, candidates: Sequence[str]) -> str:
-    """Return the encoding in which all files are valid and, unless it is given, plausible: others are valid as well.
-
-    The given encoding is for files that are not UTF-8. ASCII is valid UTF-8 and says nothing.
-    """
-    for encoding in ("utf-8-sig", given) if given else candidates:
-        counts, is_ascii = Counter[str](), True
-        with suppress(UnicodeError):
-            for file in files:
-                with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
-                    for line in stream:
-                        is_ascii = is_ascii and line.isascii()
-                        # ISO-2022 and UTF-16 are valid ASCII.
-                        if encoding != given and ("\x1b$" in line or "\0" in line[:2]):
-                            raise UnicodeError
-                        if encoding == "gb18030" != given and not line.isascii():
-                            counts.update(line)
-                            with suppress(UnicodeDecodeError):
-                                if max(line.encode(encoding).decode()) >= "\u0800":  # hardly any line is, but in UTF-8
-                                    raise UnicodeError
-            if given and encoding != given and is_ascii:  # such as HZ, or UTF-16 without other characters
-                continue
-            letters = sum(n for c, n in counts.items() if c.isalpha() and not c.isascii())
-            is_chinese = letters <= 8 * sum(counts[c] for c in FREQUENT) and len(FREQUENT & counts.keys()) >= 4
-            # No text has characters that are unassigned or for private use, as CP1252's ¡H.
-            if not counts or (is_chinese and not any(unicodedata.category(c) in ("Cn", "Co") for c in counts)):
-                return encoding
-    wrong = given or ("UTF-8, nor Chinese that is surely GB18030" if len(candidates) > 1 else "UTF-8")
-    remedy = "save it as UTF-8, or name its encoding with --encoding, such as gb18030, cp1252 or utf-16"
-    raise ValueError(f"is not {wrong}: {remedy}")
-
-
 def _load_json(
     files: list[str], encoding: str, classes: Mapping[str, datasets.ClassLabel], **options: Any
 ) -> datasets.Dataset:
     """Load JSON as texts. `datasets` would infer types from pieces of the files, and so change dates, 01 and true."""
     rows = partial(_json_rows, files, encoding)
-    if not (names := dict.fromkeys(chain.from_iterable(rows()))):
+    features = dict[str, Any]()
+    for name, value in chain.from_iterable(row.items() for row in rows()):
+        if isinstance(value, list | dict):
+            features[name] = datasets.Json()  # no text, which a column of reviews or labels must be
+        features.setdefault(name, datasets.Value("large_string"))
+    if not features:
         raise ValueError(f"has no rows ({JSON_ROWS}: in pandas, orient='records')")
-    features = datasets.Features({**dict.fromkeys(names, datasets.Value("large_string")), **classes})
+    features = datasets.Features({**features, **classes})
     return datasets.Dataset.from_generator(rows, features, **options)
 
 
 def _json_rows(files: list[str], encoding: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of JSON Lines files, or of files with an array, without their lists and objects."""
+    """Yield the rows of JSON Lines files, or of files with an array."""
     decode = partial(json.loads, parse_constant=lambda _: None)  # NaN is missing
     for file in files:
         with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
@@ -219,7 +189,7 @@ def _json_rows(files: list[str], encoding: str) -> Iterator[dict[str, Any]]:
                     place = f"{Path(file).name}: row {i}"
                     values = dict(**(row if is_array else decode(row)))
                     json.dumps(values, ensure_ascii=False).encode()  # raises an error for half of a surrogate pair
-                    yield {name: value for name, value in values.items() if not isinstance(value, list | dict)}
+                    yield values
             except (json.JSONDecodeError, UnicodeEncodeError, RecursionError, TypeError) as error:
                 raise ValueError(f"{place}: {error} ({JSON_ROWS})") from None
 
@@ -253,7 +223,8 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
     header: list[str] = []  # of the first file
     for file in files if kind == "csv" else ():
         with fsspec.open(file, "rt", encoding=options["encoding"], compression="infer", newline="") as stream:
-            reader = csv.reader(stream, delimiter=options["sep"], quoting=options["quoting"], strict=True)
+            dialect = {name: options[name] for name in ("quoting", "quotechar", "escapechar", "doublequote")}
+            reader = csv.reader(stream, delimiter=options["sep"], strict=True, **dialect)
             names: list[str] = options.get("names") or []  # of a README.md, for files without a header
             try:  # pandas may drop fields that are too many, and continue after a closing quote
                 for row in islice(reader, options["skiprows"], None):
@@ -287,7 +258,8 @@ def one_line_errors(name: str) -> Iterator[None]:
     except UserError:  # of --cache_dir
         raise
     except Exception as error:  # the errors of `datasets`, pandas, Arrow and json have no common class
-        text = shorten(" ".join(str(error.__cause__ or error).split()) or type(error).__name__, 200)
+        text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        text = shorten(text.removeprefix(f"{os.path.basename(name)}: "), 200)
         has_no_rows = any(part in text for part in ("corresponds to no data", "at least one example", "BatchSize"))
         raise UserError(f"{name}: {'has no rows' if has_no_rows else text}") from error
     finally:

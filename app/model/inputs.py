@@ -87,6 +87,8 @@ def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
         if runs_here and isinstance(problem, AttributeError | KeyError | TypeError):
             raise UserError(f"--model {settings.model}: its forward() fails: {first_line(problem)}") from None
         side = "right"
+    if runs_here and not alone.isfinite().all():
+        raise UserError(f"--model {settings.model}: its logits are not finite: do its weights have NaN?")
     differ = len({frozenset(tokenizer(text)["input_ids"]) for text in TEXTS}) > 1  # of equal tokens, a mean is the same
     if runs_here and differ and alone.equal(other) and alone.any():
         raise UserError(f"--model {settings.model}: its logits are the same for every text")

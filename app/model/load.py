@@ -185,8 +185,14 @@ def load_classifier(
 def load_weights(settings: Settings, config: PretrainedConfig) -> Any:
     """Return the classifier, and what `from_pretrained` reports about its weights, some of which may be new."""
     dtype = training_dtype(settings.precision)  # the config may name a shorter type, to which all would be rounded
-    options = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    return fetch(AutoModelForSequenceClassification, settings, **options)
+    options = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    if config.model_type != "funnel":
+        return fetch(AutoModelForSequenceClassification, settings, config=config, **options)
+    # The initialization of a Funnel would set the loaded embedding of its padding token to 0.
+    pad, config.pad_token_id = config.pad_token_id, None
+    model, found = fetch(AutoModelForSequenceClassification, settings, config=config, **options)
+    config.pad_token_id = model.config.pad_token_id = pad
+    return model, found
 
 
 def load_trained(

@@ -61,8 +61,11 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     sampled = f"learned from {n_sampled:,} of {n_train:,} training rows" if n_sampled < n_train else None
     parts = [("training", split.train), ("validation", split.validation), ("test", split.test)]
     counts = np.bincount(table.labels, minlength=len(table.class_names))
-    forms = [unicodedata.normalize("NFKC", name).casefold() for name in table.class_names]
+    visible = ["".join(c for c in name if unicodedata.category(c) != "Cf") for name in table.class_names]
+    forms = [unicodedata.normalize("NFKC", name).casefold() for name in visible]
     alike = [name for name, form in zip(table.class_names, forms, strict=True) if forms.count(form) > 1]
+    n_warmup = warmup_steps(settings.warmup_steps, plan.total_steps)
+    n_left_out = n_train - plan.steps_per_epoch * plan.global_size
     n_cut = int((data.lengths == settings.max_length).sum())
     vocabulary = trimmed_vocabulary(prepared.model)
     n_parameters = prepared.model.num_parameters() + (len(vocabulary.unused) * vocabulary.width if vocabulary else 0)
@@ -80,7 +83,7 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "dropped": "; ".join(describe_dropped(table)),
         "rows": " + ".join(f"{len(part)} {name}" for name, part in parts if len(part)),
         "classes": ", ".join(f"{name} ({n:,})" for name, n in zip(table.class_names, counts, strict=True)),
-        "alike": f"the classes {list_names(alike)} differ only in case, width or composition" if alike else None,
+        "alike": f"classes {list_names(alike)} differ only in case, width or invisible characters" if alike else None,
         "duplicates": describe_duplicates(data.duplicates),
         "truncated": f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut",
         "split": f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}",
@@ -89,8 +92,9 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "unknown": describe_unknown(data.rows, data.tokenizer),
         "vocabulary": vocabulary,
         "batch": f"{plan}, {settings.train_sampling_strategy}",
-        "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including "
-        f"{warmup_steps(settings.warmup_steps, plan.total_steps)} warmup steps",
+        "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including {n_warmup} warmup steps",
+        "left out": f"{n_left_out} rows in each epoch, which fill no batch" if n_left_out else None,
+        "no effect": "warmup gives the only step a learning rate of 0" if plan.total_steps == 1 and n_warmup else None,
         "learning rate": f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule)",
         "machine": ", ".join(machine),
         "files": f"{prepared.folder}/",

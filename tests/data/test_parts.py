@@ -162,20 +162,21 @@ def test_the_options_of_a_data_set_are_not_those_of_its_file(tmp_path):
         with pytest.raises(UserError, match="line 2, or a quote before it"):
             read(tmp_path / "cache", csv=str(tmp_path / "train.csv"))
     (tmp_path / "test.csv").write_text("0,c\n1,d\n1,d\n0,c\n")  # repeats rows, and no header
-    (tmp_path / "train.csv").write_text("1,a\n0,b\n1,a\n")
-    options = "[{config_name: default, data_files: '*.csv', names: [label, review]}]"
+    (tmp_path / "train.csv").write_text("1,*é, a*\n0,b\n1,a\n", "l1")
+    options = "[{config_name: default, data_files: '*.csv', names: [label, review], encoding: l1, quotechar: '*'}]"
     (tmp_path / "README.md").write_text(f"---\nconfigs: {options}\n---\n")
-    assert read(dataset_name=str(tmp_path)).texts.tolist() == [*"cddcaba"]
+    assert read(dataset_name=str(tmp_path)).texts.tolist() == [*"cddc", "é, a", *"ba"]
 
 
 def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, tmp_path, capsys):
-    similar = pd.DataFrame({"label": ["Good", "ｇｏｏｄ", "bad"] * 9, "review": ["abc"] * 27})
+    similar = pd.DataFrame({"label": ["Good", "ｇｏｏｄ\u200b", "bad"] * 9, "review": ["abc"] * 27})
     unknown = pd.DataFrame({"label": ["bad"] * 9, "review": ["😀"] * 8 + ["abc"]})
     name = str(write(tmp_path, "train", "test", train=similar, test=unknown))
     folders = {"dataset_name": name, "cache_dir": f"{name}/cache", "output_dir": f"{name}/run"}
     prepare("ddp_loop", Settings(model="tiny-bert", max_length=16, train_batch_size=4, **folders), world)
     lines = capsys.readouterr().out
-    assert "the classes 'Good', 'ｇｏｏｄ' differ only in case, width or composition" in lines
+    assert "classes 'Good', 'ｇｏｏｄ\\u200b' differ only in case, width or invisible characters" in lines
+    assert "left out  3 rows in each epoch" in lines
     assert "8 of 36 reviews have a quarter or more unknown tokens" in lines
 
 

@@ -23,6 +23,7 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
+    FunnelConfig,
 )
 
 from app.common.errors import UserError
@@ -113,6 +114,8 @@ def test_weights_come_from_the_folder_or_are_initialized_from_the_seed(folder):
     head = ["classifier.out_proj.weight", "classifier.out_proj.bias"]
     assert differing(weights(path, classes="abcde"), stored) == head, "a head for other classes"
     assert not differing(weights(path, classes="abcde"), weights(path, classes="abcde"))
+    save_file({name: weight.fill_(torch.nan) for name, weight in stored.items()}, path / "model.safetensors")
+    assert "its logits are not finite: do its weights have NaN?" in error_message(path)
 
 
 # An architecture, changes of its config, settings, and the message. Add a row for another model that cannot be trained.
@@ -334,6 +337,12 @@ def test_a_padding_token_that_the_embeddings_lack_is_one_line(folder):
 def test_a_config_without_a_padding_token_gets_that_of_the_tokenizer(folder):
     perceiver = folder(model_type="perceiver", d_latents=32, num_self_attends_per_block=1)
     assert load(perceiver).model.config.pad_token_id == 0
+    funnel = FunnelConfig(vocab_size=256, block_sizes=[1, 1], d_model=16, n_head=2, d_head=8, d_inner=16)
+    stored = AutoModelForSequenceClassification.from_config(funnel)
+    stored.save_pretrained(path := folder("bert"))
+    model = load(path).model
+    assert model.config.pad_token_id == 0
+    assert model.get_input_embeddings().weight.equal(stored.get_input_embeddings().weight), "no row became 0"
 
 
 def test_a_short_text_does_not_change_the_attention_of_a_bigbird(folder):
