@@ -46,7 +46,7 @@ def recognize_encoding(files: Collection[str], given: str | None, candidates: Se
         if encoding == "utf-8-sig":
             _reject_damaged_utf8(files)
     wrong = given or ("UTF-8, nor Chinese that is surely GB18030" if len(candidates) > 1 else "UTF-8")
-    remedy = "save it as UTF-8, or name its encoding with --encoding, such as gb18030, cp1252 or utf-16"
+    remedy = "save it as a text file in UTF-8, or name its encoding with --encoding, such as gb18030, cp1252 or utf-16"
     raise ValueError(f"is not {wrong}: {remedy}")
 
 

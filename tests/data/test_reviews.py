@@ -107,7 +107,7 @@ def test_an_encoding_may_be_named(tmp_path):
         settings = Settings(csv=str(tmp_path / name), encoding="cp949")
         (tmp_path / name).write_bytes(content.encode("cp949"))
         assert rows_of(clean(open_sources(settings))) == [("1", "방"), ("0", "요")]
-        with pytest.raises(UserError, match="is not utf-32: save it as UTF-8, or name its encoding with --encoding"):
+        with pytest.raises(UserError, match="is not utf-32: save it as a text file in UTF-8, or name its encoding"):
             open_sources(replace(settings, encoding="utf-32"))
         (tmp_path / name).write_bytes(content.encode())  # one of several files, which are not all in that encoding
         assert rows_of(clean(open_sources(settings))) == [("1", "방"), ("0", "요")]
