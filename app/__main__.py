@@ -22,7 +22,7 @@ WITH_RANKS = {"train": "ddp_loop", "trainer": "trainer_run"} | {
     name: name for name in ("minimal", "check", "predict", "bench.communication", "bench.memory", "bench.traffic")
 }
 WITHOUT_RANKS = (
-    *("compare", "diff", "plan", "bench.growth", "bench.scaling", "bench.speed"),
+    *("compare", "diff", "plan", "bench.scaling", "bench.speed"),
     *("experiments.same_bits", "experiments.faults"),
 )
 OTHERS = {"download": "data.download"} | {name: name for name in WITHOUT_RANKS}

@@ -16,8 +16,7 @@ from app.__main__ import OTHERS, WITH_RANKS
 from app.distributed.environment import SINGLE_PROCESS
 
 PROGRAMS = (WITH_RANKS | OTHERS).values()
-# of a training
-WITHOUT_SETTINGS = ("predict", "minimal", "check", "diff", "bench.growth", "experiments.faults", "data.download")
+WITHOUT_SETTINGS = ("predict", "minimal", "check", "diff", "experiments.faults", "data.download")  # of a training
 POSITIONAL = {"predict": ["model"], "diff": ["a", "b"]}  # arguments without which the others are not looked at
 HEAVY = {"torch", "transformers", "datasets", "sklearn", "scipy", "pandas", "numpy", "matplotlib", "tokenizers"}
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}

@@ -138,16 +138,6 @@ def test_communication_is_measured_over_a_link(start, launch, tmp_path):
     assert list(content["sections"]) == ["breakdown", "compression"]
 
 
-def test_a_cold_and_a_warm_start_are_measured(start, tmp_path):
-    start("app.bench.growth", "--csv=reviews.csv", "--rows=190", "--output_dir=out")
-    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".log", ".json", ".md"}, "no CSV, no runs"
-    starts = content_of(tmp_path / "out" / "growth.json")["sections"]["growth"]
-    assert list(starts) == ["190, cold", "190, warm"]
-    for measured in starts.values():
-        assert measured["seconds"] > 0
-        assert [64 < peak < 2048 for peak in measured["MiB of each rank"]] == [True] * 2
-
-
 def test_recipes_are_timed_on_two_ranks(start, tmp_path):
     recipes = ("ddp_loop", "trainer_run", "tutorial", "trainer-defaults")  # one of each program
     flags = [*BRIEF, "--steps=2", "--rounds=1", "--output_dir=out", "--model=4x312", "--precision=bf16"]
