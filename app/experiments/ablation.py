@@ -1,19 +1,18 @@
 """The ablation: why tutorials disagree. It applies each silent difference between typical scripts, one at a time.
 
 A variant is trained by the training step of app.ddp_loop, with its batches, initial weights and dropout masks. One
-process simulates all ranks, as with --logical_ranks. A variant differs from its baseline in one thing, so any
-difference in the results is its effect.
+process simulates all ranks, as with --logical_ranks. A variant differs from the baseline, which is this project's
+training, in one thing, so any difference in the results is its effect.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,8 @@ from ..strategies.ddp import DDPStrategy
 from ..strategies.optimization import LossScale, Optimization, mean_loss
 from ..training.build import ReviewData, build_data, build_model, read_and_split
 from ..training.console import quiet_libraries
-from ..training.step import build_optimizer, build_scheduler, peak_learning_rate
-from .variants import SGD, Variant, baseline_of, build_variants, count_rows, rows_of_steps, variant_settings
+from ..training.step import build_optimizer, build_scheduler
+from .variants import BASELINE, Variant, build_variants, count_rows, rows_of_steps, variant_settings
 
 # For each effect: its heading in the table, how its values over the seeds are combined, and their format.
 EFFECTS = {
@@ -92,7 +91,7 @@ def run_ablation(settings: Settings, nproc_per_node: str, seeds: int) -> int:
     content = {"settings": settings.as_dict() | {"csv": str(settings.csv_path)}, "ranks": ranks}
     content |= {"n_test": len(split.test), "runs": records(runs), "differences": records(effects)}
     about = f"{len(split.test)} test rows, {ranks} rank(s), {seeds} seed(s), the first one {settings.seed}"
-    markdown = f"{about}. Each row of a table changes one thing in its baseline.\n\n{as_markdown(effects)}"
+    markdown = f"{about}. Each row of the table changes one thing in the baseline.\n\n{as_markdown(effects)}"
     write_json(folder / "ablation.json", content)
     write_text(folder / "ablation.md", markdown)
     print(f"\n{markdown}")
@@ -103,17 +102,15 @@ def run_ablation(settings: Settings, nproc_per_node: str, seeds: int) -> int:
 def train_variants(
     settings: Settings, variants: dict[str, Variant], ranks: int, *, world: World
 ) -> Iterator[dict[str, Any]]:
-    """Train each baseline and its variants with one seed, and yield the effect of each change."""
+    """Train the baseline and the variants with one seed, and yield the effect of each change."""
     data = build_data(replace(settings, disable_tqdm=True), world)
     train = partial(train_variant, settings, data=data, ranks=ranks, world=world)
-    for (baseline_name, baseline), group in groupby(variants.items(), key=lambda item: baseline_of(item[1])):
-        expected = train(baseline)
-        for name, variant in group:
-            trained = replace(variant, counted="once")  # counting rows differently needs no training
-            changed = expected if trained == baseline else train(trained)
-            print(f"seed {settings.seed}: {name}", flush=True)
-            names = {"baseline": baseline_name, "change": name, "seed": settings.seed}
-            yield names | compare(expected, changed, variant, ranks=ranks)
+    expected = train(BASELINE)
+    for name, variant in variants.items():
+        trained = replace(variant, counted="once")  # counting rows differently needs no training
+        changed = expected if trained == BASELINE else train(trained)
+        print(f"seed {settings.seed}: {name}", flush=True)
+        yield {"change": name, "seed": settings.seed} | compare(expected, changed, variant, ranks=ranks)
 
 
 def compare(baseline: Outcome, changed: Outcome, variant: Variant, *, ranks: int) -> dict[str, float]:
@@ -140,7 +137,7 @@ def compare(baseline: Outcome, changed: Outcome, variant: Variant, *, ranks: int
 
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     """Combine the effects of each change over its seeds, with the interval of the difference in accuracy."""
-    groups = runs.groupby(["baseline", "change"], sort=False)
+    groups = runs.groupby("change", sort=False)
     effects = groups.agg({"baseline_accuracy": "mean"} | {name: how for name, (_, how, _) in EFFECTS.items()})
     statistics = [paired(group["accuracy"], group["baseline_accuracy"]) for _, group in groups]
     effects["accuracy_difference"] = [found.mean_a - found.mean_b for found in statistics]
@@ -150,7 +147,7 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def as_markdown(effects: pd.DataFrame) -> str:
-    """Return a table for each baseline."""
+    """Return the accuracy of the baseline, and the table."""
     table = effects[["change"]].copy()
     for name, (heading, _, form) in EFFECTS.items():
         table[heading] = effects[name].map(form.format, na_action="ignore").astype(object).fillna("–")
@@ -158,13 +155,9 @@ def as_markdown(effects: pd.DataFrame) -> str:
     intervals = ["" if math.isnan(low) else f" [{points(low)}, {points(high)}]" for low, high in limits]
     heading = "Δ points [95% confidence interval over seeds]"
     table.insert(6, heading, effects["accuracy_difference"].map(points) + intervals)
-    parts = []
-    for baseline, group in effects.groupby("baseline", sort=False):
-        accuracy = percent(group["baseline_accuracy"].iloc[0], 2)
-        rows = table.loc[group.index].to_numpy().tolist()
-        parts += [f"Baseline: {baseline}, with a test accuracy of {accuracy}.\n"]
-        parts += [markdown_table(list(map(str, table)), rows, text_columns=len(table.columns))]
-    return "\n".join(parts)
+    accuracy = percent(effects["baseline_accuracy"].iloc[0], 2)
+    lines = markdown_table(list(map(str, table)), table.to_numpy().tolist(), text_columns=len(table.columns))
+    return f"Baseline: this project's training, with a test accuracy of {accuracy}.\n\n{lines}"
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -189,23 +182,11 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     # From here on, the seed is used for dropout only.
     settings = replace(settings, seed=settings.seed + variant.dropout_seed)
     plan = replace(plan, total_steps=len(rows))
-    if variant.averaged == "parameters":  # each rank trains its own copy, without the other ranks; all start equal
-        plan, copies = replace(plan, ranks=ranks), [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
-    else:
-        copies = [model]
-    train_as_rank = [
-        build_step(one, variant, settings, plan=plan, world=replace(world, rank=rank))
-        for rank, one in enumerate(copies)
-    ]
+    train = build_step(model, variant, settings, plan=plan, world=world)
     losses, micro_batches = [], iter(loader)
     for step in range(len(rows)):
-        of_step: list[float] = []
-        for train in train_as_rank:
-            batches = [to_device(batch, model, world) for batch in islice(micro_batches, plan.micro_batches_per_step)]
-            of_step += train(batches, step)[0].tolist()
-        if variant.averaged == "parameters":
-            average_parameters(copies)
-        losses.append(mean(of_step))
+        batches = [to_device(batch, model, world) for batch in islice(micro_batches, plan.micro_batches_per_step)]
+        losses.append(mean(train(batches, step)[0].tolist()))
 
     test_set = data.eval_set("test", settings, world)
     _, logits = evaluate(model, test_set, settings, world=world)
@@ -220,26 +201,11 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
 def build_step(
     model: PreTrainedModel, variant: Variant, settings: Settings, *, plan: BatchPlan, world: World
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return app.ddp_loop's training step, for a model that it trains as rank `world.rank` of the plan."""
+    """Return app.ddp_loop's training step for a model, with the variant's inflated loss."""
     strategy = DDPStrategy(settings, plan, world)
     wrapped = strategy.wrap(model)
-    optimizer: torch.optim.Optimizer
-    if variant.optimizer in SGD:
-        momentum, factor = SGD[variant.optimizer]
-        rate = factor * peak_learning_rate(settings)
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, fused=True)
-    else:  # this project's AdamW, which is Adam without decay
-        optimizer = build_optimizer(wrapped, settings, strategy=strategy)
+    optimizer = build_optimizer(wrapped, settings, strategy=strategy)
     scheduler = build_scheduler(optimizer, settings, plan.total_steps)
     loss_scale = LossScale(settings.precision, plan, world)
     optimization = Optimization(optimizer, scheduler, loss_scale, lambda *of: variant.inflation * mean_loss(*of))
     return partial(train_step, wrapped, optimization=optimization, strategy=strategy, settings=settings)
-
-
-@torch.no_grad()
-def average_parameters(models: Sequence[torch.nn.Module]) -> None:
-    """Give each copy of a model the average of all. A real job would call `dist.all_reduce` for each parameter."""
-    for copies in zip(*(model.parameters() for model in models), strict=True):
-        average = torch.stack(copies).mean(dim=0)
-        for parameter in copies:
-            parameter.copy_(average)

@@ -19,19 +19,14 @@ from ..training.build import ReviewData
 PADDED_RANKS = 8  # a node of GPUs; the share of repeated rows grows with the number of ranks
 SEED_DISTANCE = 1_000  # between the seeds of the ranks' splits: other trainings of the ablation use the seeds between
 
-Optimizer = Literal["AdamW", "Adam", "SGD", "SGD with momentum", "Adam, not clipped"]
-# Momentum, and the learning rate as a multiple of Adam's: Adam's steps do not shrink with the gradients.
-SGD: dict[Optimizer, tuple[float, float]] = {"SGD": (0.0, 100), "SGD with momentum": (0.9, 10)}
-
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is trained. The defaults are this project's; a variant differs from its baseline in one field."""
+    """How a model is trained. The defaults are this project's, from which a variant differs in one field."""
 
     rows: Literal["divided", "same order in each epoch", "same on each rank", "own split of each rank"] = "divided"
     inflation: int = 1  # factor on loss and gradients
-    optimizer: Optimizer = "AdamW"  # with decay and schedule; all others with neither
-    averaged: Literal["gradients", "parameters"] = "gradients"  # after each step
+    optimizer: Literal["AdamW", "Adam"] = "AdamW"  # with decay and schedule; Adam with neither
     counted: Literal["once", "padded shards", "rank 0 only"] = "once"  # the correct test rows
     dropout_seed: int = 0  # added to the seed of the dropout masks
 
@@ -39,22 +34,9 @@ class Variant:
 BASELINE = Variant()
 
 
-def baseline_of(variant: Variant) -> tuple[str, Variant]:
-    """Return the training from which a variant differs in one thing, and its name in the table."""
-    if variant.averaged == "gradients":
-        return "this project's training", BASELINE
-    optimizer = variant.optimizer.removesuffix(", not clipped")
-    name = f"{optimizer}, without decay or schedule, not clipped, gradients averaged"
-    return name, replace(variant, averaged="gradients")
-
-
 def build_variants(ranks: int, accumulation_steps: int) -> dict[str, Variant]:
-    """Return the variants by what they change; those with the same baseline are neighbors.
-
-    The first one is the control: it should have no systematic effect.
-    """
+    """Return the variants by what they change. The first one is the control: it should have no systematic effect."""
     factor = max(2, ranks * accumulation_steps)
-    averaged = "parameters averaged after each step instead of gradients"
     return {
         "only another dropout seed (control)": Variant(dropout_seed=1_000),
         f"test rows padded to {PADDED_RANKS} equal shards by `DistributedSampler`, repeated rows counted": Variant(
@@ -66,21 +48,15 @@ def build_variants(ranks: int, accumulation_steps: int) -> dict[str, Variant]:
         f"no sampler: the same rows on each of {ranks} ranks": Variant(rows="same on each rank"),
         "an unseeded split: each rank has its own test rows": Variant(rows="own split of each rank"),
         f"correct rows of one of {ranks} ranks divided by all rows, no `all_reduce`": Variant(counted="rank 0 only"),
-        f"SGD: {averaged}": Variant(optimizer="SGD", averaged="parameters"),
-        f"SGD with momentum: {averaged}": Variant(optimizer="SGD with momentum", averaged="parameters"),
-        f"Adam: {averaged}": Variant(optimizer="Adam, not clipped", averaged="parameters"),
     }
 
 
 def variant_settings(settings: Settings, variant: Variant, ranks: int) -> Settings:
     """Return the settings of a variant: one process works for all ranks."""
-    # A rank that updates its own copy could clip only its own gradients.
-    max_grad_norm = settings.max_grad_norm if variant.optimizer in ("AdamW", "Adam") else 0.0
-    if variant.optimizer != "AdamW":  # AdamW without decay is Adam
+    if variant.optimizer == "Adam":  # AdamW without decay
         settings = replace(settings, weight_decay=0.0, lr_scheduler_type="constant")
     return replace(
         settings,
-        max_grad_norm=max_grad_norm,
         logical_ranks=ranks,
         train_batch_size=resolve_train_batch_size(settings, ranks),
         per_device_train_batch_size=None,

@@ -87,7 +87,7 @@ def test_the_table_reports_what_each_change_does_and_does_not_change(launch, tmp
     assert done.status == 0, done.err
     assert (tmp_path / "out" / "ablation.md").read_text() in done.out
     ablation = json.loads((tmp_path / "out" / "ablation.json").read_text())
-    assert len(ablation["runs"]) == len(ablation["differences"]) == 11
+    assert len(ablation["runs"]) == len(ablation["differences"]) == 8
 
     def effect(name: str) -> dict[str, Any]:
         (found,) = [row for row in ablation["differences"] if name in row["change"]]
