@@ -11,12 +11,15 @@ BLOCKS = "SAMEBITS_BLOCKS"  # set for runs that are compared: they print only th
 PATHS = ("ddp_loop", "trainer_run")
 
 
+def flags_of(settings: Settings) -> list[str]:
+    """Return the command line that parses into these settings under any entry point, whatever its default model is."""
+    return [*as_flags(settings), f"--model={settings.model}"]
+
+
 def run_job(module: str, settings: Settings, nproc_per_node: int, **environment: str) -> int:
     """Run an entry point under torchrun, which prints to this process's output, and return its exit status."""
     # If it is unset, torchrun prints a warning. The ranks would choose the same number themselves.
     threads = settings.threads or default_threads(settings.logical_ranks or nproc_per_node)
-    model = f"--model={settings.model}"  # even if it is the default: the entry point may have another one
-    flags = [*(flag for flag in as_flags(settings) if flag != model), model]
-    command = torchrun_command(module, flags, nproc_per_node=nproc_per_node)
+    command = torchrun_command(module, flags_of(settings), nproc_per_node=nproc_per_node)
     with TorchrunJob(command, environment={"OMP_NUM_THREADS": str(threads)} | environment) as job:
         return job.torchrun.wait()

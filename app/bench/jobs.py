@@ -10,20 +10,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from tqdm import tqdm
 
-from ..cli import as_flags
 from ..common.errors import RunError, UserError, escape_control_characters
 from ..common.paths import PACKAGE
 from ..common.terminal import hides_progress
 from ..distributed.launcher import TorchrunJob, torchrun_command
 from ..runs.schema import STEPS
-from ..settings import Settings
 from .two_nodes import ADDRESSES, INTERFACE, Link, inside, two_nodes
 
 PORT = 29500  # free, because a namespace has ports of its own
@@ -33,11 +30,6 @@ WARM_UP = 5  # steps that are not timed: DDP rearranges its buckets after the fi
 # The host waits for a GPU at the end of the warm-up, so its time does not count later.
 RUN_FLAGS = ["--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", WARM_UP, "--disable_tqdm"]
 COLUMNS = ["examples", "tokens", "padded_tokens", "seconds"]  # of a log of steps
-
-
-def flags_of(settings: Settings) -> list[str]:
-    """Return the flags of jobs that train with these settings, each of which writes a folder of its own."""
-    return [*as_flags(replace(settings, output_dir=None)), f"--model={settings.model}"]
 
 
 def run_job(

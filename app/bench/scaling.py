@@ -48,10 +48,11 @@ from ..common.cores import usable_cores
 from ..common.errors import UserError
 from ..common.machine import describe_machine
 from ..distributed.launcher import count_gpus
+from ..jobs import flags_of
 from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from .core import Page, format_seconds
-from .jobs import alternate_jobs, flags_of, time_steps
+from .jobs import alternate_jobs, time_steps
 from .models import with_model_folder
 
 DEFAULT_RANKS = (1, 2, 4, 8)

@@ -53,10 +53,11 @@ from ..common.errors import UserError
 from ..common.machine import describe_machine
 from ..distributed.environment import default_threads, started_by_torchrun
 from ..distributed.launcher import count_gpus
+from ..jobs import flags_of
 from ..runs.folder import create_folder
 from ..runs.schema import MODEL_FOLDER, RUNS, SETTINGS
 from .core import Page, compared
-from .jobs import RUN_FLAGS, alternate_jobs, flags_of, run_job, time_steps
+from .jobs import RUN_FLAGS, alternate_jobs, run_job, time_steps
 from .models import with_model_folder
 
 OWN = {"ddp_loop": "train", "trainer_run": "trainer"}  # the programs of `samebits`

@@ -22,6 +22,7 @@ from app.bench import memory, traffic
 from app.checkpoint.resume import Resume
 from app.cli import as_flags
 from app.distributed.world import Topology
+from app.jobs import flags_of
 from app.plan import __main__ as module
 from app.plan import report
 from app.plan.report import describe_plans, largest_memory, needed
@@ -71,8 +72,7 @@ def test_the_plan_is_printed_and_written_before_it_is_measured(tmp_path, monkeyp
     assert [name for name, _, _ in started] == ["app.bench.memory", "app.bench.traffic"][: 2 - status]
     assert {(settings.threads, settings.max_length, ranks) for _, settings, ranks in started} == {(1, 16, 2)}
     for benchmark, (_, settings, _) in zip((memory, traffic), started, strict=False):
-        flags = [f"--model={settings.model}", *as_flags(settings)]
-        assert benchmark.PROGRAM.parse(flags)[0] == settings, "without --max_steps, which it lacks"
+        assert benchmark.PROGRAM.parse(flags_of(settings))[0] == settings, "without --max_steps, which it lacks"
     assert ("app.bench.memory failed" in err) == bool(status)
 
 
