@@ -17,10 +17,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 # matplotlib needs real colors: each of these is a placeholder for a variable of the page's style sheet.
-INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
+INK, MUTED, RULE = "#010101", "#020202", "#030303"
 RUN_COLORS = ("#0a0a0a", "#0b0b0b")
-VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "card"}
-VARIABLES |= {RUN_COLORS[0]: "a", RUN_COLORS[1]: "b"}
+VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", RUN_COLORS[0]: "a", RUN_COLORS[1]: "b"}
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -46,8 +45,6 @@ STYLE: dict[Any, Any] = {
     "ytick.major.size": 0,
     "lines.solid_capstyle": "round",
     "figure.facecolor": "none",
-    "legend.frameon": False,
-    "legend.fontsize": 11,
     "path.simplify_threshold": 0.5,
 }
 WIDTH = 480  # of a plot, in CSS pixels; the text stays readable on a phone, 350 pixels wide
