@@ -55,11 +55,6 @@ def test_imports_point_downward(graph):
     assert chains(graph.find_illegal_dependencies_for_layers(LAYERS, containers={"app"})) == []
 
 
-def test_the_laboratories_do_not_import_each_other(graph):
-    layers = [{"communication", "scaling"}]
-    assert chains(graph.find_illegal_dependencies_for_layers(layers, containers={"app.bench"})) == []
-
-
 def test_the_hand_written_loop_imports_nothing_of_trainer(graph):
     assert graph.find_shortest_chains("app.ddp_loop", "app.trainer", as_packages=True) == set()
     assert graph.find_shortest_chains("app.trainer_run", "app.trainer", as_packages=True), "trainer_run does"

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.worlds import batch_plan
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from app.ddp_loop import train_step
+from app.bench.steps import Bench
 from app.distributed.process_group import join
 from app.distributed.world import World
 from app.model.inputs import to_device
 from app.plan.empty_model import run_micro_batch
 from app.settings import STRATEGIES, Settings
-from app.strategies.optimization import LossScale, Optimization
 from app.training.build import select_strategy
-from app.training.step import build_optimizer, build_scheduler
 
 pytestmark = pytest.mark.gpu
 
@@ -50,38 +51,22 @@ def new_model(**changes: int) -> PreTrainedModel:
     return BertForSequenceClassification(BertConfig(**(SMALL | changes)))
 
 
-class Training:
-    """A model that is trained with a strategy."""
-
-    def __init__(self, strategy: str, world: World, **changes: int) -> None:
-        self.settings, self.world = Settings(strategy=strategy, learning_rate=1e-2, warmup_steps=0), world
-        plan = batch_plan()
-        self.strategy, self.model = select_strategy(self.settings, plan, world), new_model(**changes)
-        self.wrapped = self.strategy.wrap(self.model)
-        optimizer = build_optimizer(self.wrapped, self.settings, strategy=self.strategy)
-        scheduler = build_scheduler(optimizer, self.settings, plan.total_steps)
-        self.optimization = Optimization(optimizer, scheduler, LossScale(self.settings.precision, plan, world))
-
-    def steps(self, n: int) -> None:
-        for step in range(n):
-            train_step(
-                self.wrapped,
-                [to_device(batch_of(2, 32), self.model, self.world)],
-                step,
-                optimization=self.optimization,
-                strategy=self.strategy,
-                settings=self.settings,
-            )
+def training_of(strategy: str, world: World, **changes: int) -> tuple[Bench, Callable[..., object]]:
+    """A model in training with a strategy, and a function that trains it for a number of steps."""
+    settings, plan = Settings(strategy=strategy, learning_rate=1e-2, warmup_steps=0), batch_plan()
+    model, chosen, batches = new_model(**changes), select_strategy(settings, plan, world), [batch_of(2, 32)]
+    bench = Bench(settings, world, SimpleNamespace(plan=plan), chosen, model, chosen.wrap(model), batches)
+    return bench, partial(bench.train_steps, cycle(batches), bench.optimization(plan.total_steps))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_host_does_not_wait_in_a_training_step(gpu_world, strategy):
-    training = Training(strategy, gpu_world)
-    training.steps(3)  # DDP rebuilds its buckets in the second one
+    _, train = training_of(strategy, gpu_world)
+    train(steps=3)  # DDP rebuilds its buckets in the second one
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")  # operations for which the host waits raise
     try:
-        training.steps(1)
+        train(steps=1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -90,9 +75,9 @@ def test_the_host_does_not_wait_in_a_training_step(gpu_world, strategy):
 def test_every_strategy_trains_to_the_same_bits(gpu_world, changes):
     weights = []
     for strategy in STRATEGIES:
-        training = Training(strategy, gpu_world, **changes)
-        training.steps(5)
-        weights.append(training.strategy.gather_model_state(training.model))
+        bench, train = training_of(strategy, gpu_world, **changes)
+        train(steps=5)
+        weights.append(bench.strategy.gather_model_state(bench.model))
     for name, expected in weights[0].items():
         assert [torch.equal(expected.cpu(), other[name].cpu()) for other in weights] == [True] * len(STRATEGIES), name
 
