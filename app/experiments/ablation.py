@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,17 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
 
+from ..bench.steps import Bench
 from ..common.errors import UserError, escape_control_characters
 from ..common.files import write_json, write_text
 from ..common.formats import markdown_table, percent, points
-from ..data.batches import BatchPlan, loader_options, plan_batches
-from ..ddp_loop import evaluate, train_step
+from ..data.batches import loader_options, plan_batches
+from ..ddp_loop import evaluate
 from ..distributed.launcher import CPU_PROCESSES, resolve_nproc_per_node
 from ..distributed.process_group import join
 from ..distributed.world import World
 from ..model.hub import resolve_commit
-from ..model.inputs import to_device
 from ..program import select_precision
 from ..record.steps import mean
 from ..report.statistics import paired
@@ -39,10 +37,9 @@ from ..runs.folder import create_folder
 from ..runs.schema import RUNS
 from ..settings import Settings
 from ..strategies.ddp import DDPStrategy
-from ..strategies.optimization import LossScale, Optimization, mean_loss
+from ..strategies.optimization import mean_loss
 from ..training.build import ReviewData, build_data, build_model, read_and_split
 from ..training.console import quiet_libraries
-from ..training.step import build_optimizer, build_scheduler
 from .variants import BASELINE, Variant, build_variants, count_rows, rows_of_steps, variant_settings
 
 # For each effect: its heading in the table, how its values over the seeds are combined, and their format.
@@ -181,13 +178,11 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
     loader = DataLoader(data.rows, plan.micro_size, sampler=rows.ravel().tolist(), **options)
     # From here on, the seed is used for dropout only.
     settings = replace(settings, seed=settings.seed + variant.dropout_seed)
-    plan = replace(plan, total_steps=len(rows))
-    train = build_step(model, variant, settings, plan=plan, world=world)
-    losses, micro_batches = [], iter(loader)
-    for step in range(len(rows)):
-        batches = [to_device(batch, model, world) for batch in islice(micro_batches, plan.micro_batches_per_step)]
-        losses.append(mean(train(batches, step)[0].tolist()))
-
+    data = replace(data, plan=replace(plan, total_steps=len(rows)))
+    strategy = DDPStrategy(settings, data.plan, world)
+    bench = Bench(settings, world, data, strategy, model, strategy.wrap(model), loader)
+    inflated = replace(bench.optimization(len(rows)), loss=lambda *of: variant.inflation * mean_loss(*of))
+    losses = [mean(of_step.tolist()) for of_step in bench.train_steps(loader, inflated, steps=len(rows))]
     test_set = data.eval_set("test", settings, world)
     _, logits = evaluate(model, test_set, settings, world=world)
     return Outcome(
@@ -196,16 +191,3 @@ def train_variant(settings: Settings, variant: Variant, data: ReviewData, *, ran
         torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()]),
         trained_test_rows=float(np.isin(data.split.test, rows).mean()),
     )
-
-
-def build_step(
-    model: PreTrainedModel, variant: Variant, settings: Settings, *, plan: BatchPlan, world: World
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return app.ddp_loop's training step for a model, with the variant's inflated loss."""
-    strategy = DDPStrategy(settings, plan, world)
-    wrapped = strategy.wrap(model)
-    optimizer = build_optimizer(wrapped, settings, strategy=strategy)
-    scheduler = build_scheduler(optimizer, settings, plan.total_steps)
-    loss_scale = LossScale(settings.precision, plan, world)
-    optimization = Optimization(optimizer, scheduler, loss_scale, lambda *of: variant.inflation * mean_loss(*of))
-    return partial(train_step, wrapped, optimization=optimization, strategy=strategy, settings=settings)

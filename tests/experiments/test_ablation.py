@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
@@ -82,9 +82,8 @@ class Small:
         """Return the rows of each step: `small.rows("divided")`."""
         return rows_of_steps(self.settings, Variant(rows=rows), self.data)
 
-    def train(self, *variants, **changes):
-        settings = replace(self.settings, **changes)
-        return [train_variant(settings, variant, self.data, ranks=2, world=self.world) for variant in variants]
+    def train(self, *variants):
+        return [train_variant(self.settings, variant, self.data, ranks=2, world=self.world) for variant in variants]
 
 
 @pytest.fixture
