@@ -5,7 +5,6 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -17,49 +16,41 @@ FREQUENT = frozenset(FREQUENCIES["Chinese"])  # about a third of the characters 
 
 
 def recognize_encoding(files: Collection[str], given: str | None, candidates: Sequence[str]) -> str:
-    """Return the encoding in which all files are valid and, unless it is given, plausible: others are valid as well.
-
-    The given encoding is for files that are not UTF-8. ASCII is valid UTF-8 and says nothing.
-    """
-    for encoding in ("utf-8-sig", given) if given else candidates:
-        counts, is_ascii = Counter[str](), True
-        with suppress(UnicodeError):
-            for file in files:
-                with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
-                    for line in stream:
-                        is_ascii = is_ascii and line.isascii()
-                        # ISO-2022 and UTF-16 are valid ASCII.
-                        if encoding != given and ("\x1b$" in line or "\0" in line[:2]):
-                            raise UnicodeError
-                        if encoding == "gb18030" != given and not line.isascii():
-                            counts.update(line)
-                            with suppress(UnicodeDecodeError):
-                                if max(line.encode(encoding).decode()) >= "\u0800":  # hardly any line is, but in UTF-8
-                                    raise UnicodeError
-            if given and encoding != given and is_ascii:  # such as HZ, or UTF-16 without other characters
-                continue
-            letters = sum(n for c, n in counts.items() if c.isalpha() and not c.isascii())
-            is_chinese = letters <= 8 * sum(counts[c] for c in FREQUENT) and len(FREQUENT & counts.keys()) >= 4
-            # No text has characters that are unassigned or for private use, as CP1252's ¡H.
-            if not counts or (is_chinese and not any(unicodedata.category(c) in ("Cn", "Co") for c in counts)):
-                return encoding
-        if encoding == "utf-8-sig":
-            _reject_damaged_utf8(files)
-    wrong = given or ("UTF-8, nor Chinese that is surely GB18030" if len(candidates) > 1 else "UTF-8")
-    remedy = "save it as a text file in UTF-8, or name its encoding with --encoding, such as gb18030, cp1252 or utf-16"
-    raise ValueError(f"is not {wrong}: {remedy}")
-
-
-def _reject_damaged_utf8(files: Collection[str]) -> None:
-    """Raise an error if UTF-8 is the encoding of most lines: in another one, these lines would be wrong."""
-    valid, damaged = 0, list[str]()
+    """Return the encoding of all files: UTF-8 or, if they are not, the given one, or GB18030 if that is plausible."""
+    utf8, others, has_cjk = list[str](), list[str](), False  # files with characters that are not ASCII
     for file in files:
+        n_valid, invalid, name = 0, list[int](), Path(file).name
         with fsspec.open(file, "rb", compression="infer") as stream:
             for number, line in enumerate(stream, 1):
                 try:
-                    valid += not line.isascii() and bool(line.decode())
-                except UnicodeDecodeError:
-                    damaged.append(f"{Path(file).name}: line {number}")
-    if 0 < len(damaged) < valid:
-        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-        raise ValueError(f"{damaged[0]}{more} is not UTF-8, but most lines are: correct or remove it")
+                    if b"\x1b$" in line or b"\0" in line[:2]:  # ISO-2022 and UTF-16 are valid ASCII
+                        raise UnicodeError
+                    if not line.isascii():
+                        has_cjk |= max(line.decode()) >= "\u0800"  # hardly any line in another encoding is, by chance
+                        n_valid += 1
+                except UnicodeError:
+                    invalid.append(number)
+        if 0 < len(invalid) < n_valid:
+            raise ValueError(f"{name}: line {invalid[0]} is not UTF-8, but most lines are: correct or remove it")
+        (others if invalid else utf8 if n_valid else []).append(name)
+    if utf8 and others:
+        raise ValueError(f"{others[0]} is not UTF-8, but {utf8[0]} is: save all files in UTF-8")
+    if utf8 or not (others or given):
+        return "utf-8-sig"
+    encoding, counts, is_valid = given or candidates[-1], Counter[str](), True
+    try:
+        for file in files:
+            with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
+                for line in stream:
+                    counts.update(line)
+    except UnicodeError:
+        is_valid = False
+    letters = sum(n for c, n in counts.items() if c.isalpha() and not c.isascii())
+    is_chinese = letters <= 8 * sum(counts[c] for c in FREQUENT) and len(FREQUENT & counts.keys()) >= 4
+    # No text has characters that are unassigned or for private use, as CP1252's ¡H.
+    is_text = not any(unicodedata.category(c) in ("Cn", "Co") for c in counts)
+    if is_valid and (given or (is_chinese and is_text and not has_cjk)):
+        return encoding
+    wrong = given or ("UTF-8, nor Chinese that is surely GB18030" if len(candidates) > 1 else "UTF-8")
+    remedy = "save it as a text file in UTF-8, or name its encoding with --encoding, such as gb18030, cp1252 or utf-16"
+    raise ValueError(f"is not {wrong}: {remedy}")

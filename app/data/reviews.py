@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
 from ..setting_groups import split_label_names
-from .sources import Source, hash_json, one_line_errors
+from .sources import JSON_ROWS, Source, hash_json, one_line_errors
 
 Indices = NDArray[np.int64]
 MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
@@ -46,7 +46,8 @@ class ReviewTable:
     """
 
     path: Path  # the file, or that of the training rows
-    sha256: str  # of the bytes of a CSV; of anything else, of the CSV that pandas would write of the two columns
+    # Of the bytes of a CSV whose encoding was recognized; otherwise of the CSV that pandas would write of the columns.
+    sha256: str
     rows_read: int
     dropped: dict[str, list[int]]  # data rows by reason, "no review" or "no label", if there are any
     class_names: tuple[str, ...]  # the label, as text, of each class id
@@ -56,7 +57,7 @@ class ReviewTable:
     texts: pd.Series
     labels: np.ndarray  # class ids, int64 (n,); -1 for a row without a label, which only a table to predict has
     parts: Mapping[str, Indices] = field(default_factory=dict)  # the positions of each published part, if there are any
-    notes: tuple[str, ...] = ()  # of the source of the training rows
+    notes: tuple[str, ...] = ()  # of all sources
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -185,13 +186,15 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
         if isinstance(feature, ClassLabel):  # -1 is no label
             names = [name.strip() or str(i) for i, name in enumerate(feature.names)]
             values = [None if value in (None, -1) else names[value] for value in values]
+        if isinstance(feature, Json):
+            raise ValueError(f"has lists or objects instead of values ({JSON_ROWS})")
         # `datasets` has converted mixed values, and so changed texts such as "007".
-        if isinstance(feature, Json) or not all(isinstance(value, str | int | float | None) for value in values):
+        if not all(isinstance(value, str | int | float | None) for value in values):
             kinds = "dates, lists, bytes, decimals, or texts and numbers"
             raise ValueError(f"has {kinds}: make all values texts that are not dates alone")
-        # NaN is what writers other than pandas leave for a missing value.
         # As a Python number, 0.1 in 32 bits has more digits.
         as_type = str if isinstance(feature, ClassLabel) else column.type.to_pandas_dtype()
+        # NaN is what writers other than pandas leave for a missing value.
         texts = [None if value is None or value != value else str(as_type(value)) for value in values]
         return pa.chunked_array([texts], pa.large_string())
 

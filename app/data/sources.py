@@ -30,6 +30,7 @@ import pooch
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from fsspec.utils import infer_compression
 
 from ..common.errors import UserError, list_names, shorten
 from ..common.files import cached_file, check_exists
@@ -48,7 +49,7 @@ class Source:
     path: Path  # the file or data set, for messages
     table: datasets.Dataset
     sha256: str | None = None  # of the bytes of a CSV whose encoding follows from them; None for anything else
-    notes: tuple[str, ...] = ()  # for the start of a run: the encoding, and what is not read; empty if there is none
+    notes: tuple[str, ...] = ()  # for the start of a run: the encoding (empty if there is none), and what is not read
     may_lack_labels: bool = False  # for published test rows whose labels are secret, as those of GLUE
 
 
@@ -65,7 +66,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     if name is None:
         files = {"train": settings.csv_path, "validation": settings.validation_file, "test": settings.test_file}
         return {part: open_file(Path(path), cache_dir, settings.encoding) for part, path in files.items() if path}
-    encoding, hashes, unread = "", dict[str, str](), []
+    encoding, read, unread = "", list[str](), list[str]()
     with one_line_errors(f"--dataset_name {name}"):
         base, _, config = name.rstrip("/").rpartition("/")
         folder, options = (name, {}) if os.path.isdir(name) else (base, {"name": config})
@@ -74,6 +75,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
             if glob.escape(os.path.expandvars(folder)) != folder or "\n" in folder:
                 raise ValueError("rename the folder: `datasets` would read its name as a pattern, or a variable in it")
             splits, encoding, hashes = _load_files(folder, cache_dir, settings.encoding, **options)
+            read = [os.path.relpath(file, folder) for file in hashes]
             rest = {*glob.glob(f"{glob.escape(folder)}/**", recursive=True)} - {*hashes}
             unread = sorted(os.path.relpath(f, folder) for f in rest if os.path.isfile(f) and not f.endswith(".md"))
         elif settings.encoding:
@@ -84,7 +86,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     if "train" not in splits:
         raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
     unread += [f"split {split}" for split in splits if split not in PARTS]
-    merged = f"{len(hashes)} files: {list_names([*map(os.path.basename, hashes)])}" if len(hashes) > len(splits) else ""
+    merged = f"{len(read)} files: {list_names(read)}" if len(read) > len(splits) else ""
     notes = (encoding, merged, f"without {list_names(unread)}" if unread else "")
     return {
         part: Source(Path(name if part == "train" else f"{name} ({part})"), splits[part], None, notes, part == "test")
@@ -96,7 +98,8 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
 def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = None) -> Source:
     """Load a file. All columns of a CSV are texts; by default, its encoding is recognized."""
     check_exists(path)
-    kind = BUILDERS.get(Path(path.name.lower().removesuffix(".gz")).suffix, "csv")
+    name = Path(path.name.lower())
+    kind = BUILDERS.get((name.with_suffix("") if infer_compression(str(name)) else name).suffix, "csv")
     with one_line_errors(str(path)):
         data_files = glob.escape(str(path.absolute()))
         if os.path.expandvars(data_files) != data_files:
@@ -109,7 +112,7 @@ def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = 
 def _load_files(
     path: str, cache_dir: Path | None, encoding: str | None, **options: Any
 ) -> tuple[Mapping[str, datasets.Dataset], str, dict[str, str]]:
-    """Load a folder, or files with a builder of `datasets`; with their encoding, and the SHA-256 of each file."""
+    """Load a folder, or files with a builder of `datasets`; with a note on their encoding, and each file's SHA-256."""
     # Otherwise, `datasets` would tell the Hub that its builder is in use, and wait for 3 seconds without a connection.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     with tempfile.TemporaryDirectory() as temporary:
@@ -149,9 +152,10 @@ def _load_files(
         else:
             # A README.md may have the sizes of other splits.
             splits = datasets.load_dataset(path, verification_mode="no_checks", **place, **options)
+        note = encoding or ""
         if builder.name == "csv" and (n := sum(map(_count_line_breaks, splits.values()))):
-            encoding = f"{encoding}, {n:,} rows with line breaks within quotes"
-        return splits, encoding or "", hashes
+            note += f", {n:,} row{'s' * (n > 1)} with line breaks within quotes"
+        return splits, note, hashes
 
 
 def _count_line_breaks(table: datasets.Dataset) -> int:
@@ -212,7 +216,7 @@ def _header(path: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) -> None:
-    """Raise an error if `datasets` would read something else than what is in the files."""
+    """Raise an error if `datasets` would read anything but what is in the files."""
     if kind == "parquet":
         schemas = [pq.read_schema(file) for file in files]
         pa.unify_schemas(schemas, promote_options="permissive")  # `datasets` would convert true to 1, and "007" to 7
@@ -243,7 +247,7 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
                     raise csv.Error("has no header")
             except csv.Error as error:
                 problem = str(error).replace("\t", "tab")
-                hint = ": double each quote within quotes" if "expected after" in problem else ""
+                hint = ": double quotes within quotes, no space beside separators" if "expected" in problem else ""
                 place = f"{Path(file).name}: line {reader.line_num}, or a quote before it"
                 raise ValueError(f"{place}: {problem}{hint}") from None
 

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+import tokenizers
 from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ def tokenize(
         UserError: The cache folder cannot be written.
     """
     if not hasattr(tokenizer, "backend_tokenizer") or type(tokenizer).__module__.startswith("transformers_modules."):
-        cache_dir = None  # the tokens also depend on Python code, or on files whose content it does not keep
+        cache_dir = None  # the tokens also depend on Python code, or on files, which are not part of the key
     key = _cache_key(table, tokenizer, max_length) if cache_dir is not None else "not cached"
     # The collator creates the attention mask when it pads.
     names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
@@ -103,13 +104,13 @@ def hash_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _cache_key(table: ReviewTable, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
     """Hash everything that determines the content of the file."""
-    # Its own truncation and padding are left over from its previous call. It does not write into its JSON whether
-    # "[SEP]" in a review is the special token.
+    # The truncation and padding in the tokenizer's JSON are left over from its previous call. Whether "[SEP]" in a
+    # review is the special token is not in it.
     recipe = json.loads(tokenizer.backend_tokenizer.to_str())
     recipe |= {"truncation": tokenizer.truncation_side, "padding": None, "split": tokenizer.split_special_tokens}
     # The bytes of a CSV, in `sha256`, do not tell which of its columns has the texts.
     parts: list[Any] = [FILE_VERSION, table.sha256, table.texts.name, CLEANING_RULES, table.class_names]
-    parts += [type(tokenizer).__name__, tokenizer.model_input_names, max_length, recipe]
+    parts += [tokenizers.__version__, type(tokenizer).__name__, tokenizer.model_input_names, max_length, recipe]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     digest.update(table.rows.tobytes() + table.labels.tobytes())
     return digest.hexdigest()[:32]

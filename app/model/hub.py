@@ -21,7 +21,7 @@ from ..setting_groups import BUILT_IN, ModelSettings
 
 CONTENT = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # config, tokenizer and code
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # or the index of parts; the first kind is loaded
-# Of which from_pretrained reads the first.
+# from_pretrained reads the first of these kinds that a folder has.
 KINDS_OF_WEIGHTS = ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
 # Weights of other formats or names.
 UNREAD = ("*.h5", "*.msgpack", "*.ckpt*", "**/*.safetensors", "**/*model*.bin", "*.gguf", "*.pt*", "*.npz", "**/*.onnx")

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,31 +78,36 @@ def unused_weights(found: Mapping[str, Any]) -> str | None:
     return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}" if names else None
 
 
+def trained_classes(config: PretrainedConfig, folder: str) -> list[str]:
+    """Return the names of the classes of a model's head, of which only `label2id` in its file may have the real ones.
+
+    transformers writes such a file if a model was loaded with `label2id` alone, and replaces both when it reads it.
+    """
+    id2label: Any = config.id2label
+    names = [str(id2label[index]) for index in sorted(id2label)]
+    ids: dict[str, Any] = PretrainedConfig.get_config_dict(folder)[0].get("label2id") or {}
+    has_names = any(name != f"LABEL_{index}" for index, name in enumerate(names))
+    if has_names or not ids or {*ids.values()} != {*range(len(ids))}:
+        return names
+    return sorted(ids, key=lambda name: ids[name])
+
+
 @torch.no_grad()
-def match_classes(model: PreTrainedModel, id2label: Mapping[int, Any], class_names: Sequence[str]) -> str:
-    """Permute the outputs of a trained head that has the classes of the data in another order, given by `id2label`.
+def match_classes(model: PreTrainedModel, trained: Sequence[str], class_names: Sequence[str]) -> str:
+    """Permute the outputs of a head that was trained for the classes of the data in another order.
 
     Returns:
         A note on the classes that the head was trained for, if they are others.
     """
-    trained = [str(id2label[index]) for index in sorted(id2label)]
-    before, now = ([name.casefold() for name in names] for names in (trained, class_names))
+    before, now = list(trained), list(class_names)
+    if {*before} != {*now}:
+        before, now = ([name.casefold() for name in names] for names in (before, now))
     if before == now:
         return ""
     heads = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == len(now)]
-    if type(model).__module__.startswith("transformers_modules."):  # code from its folder, with any kind of head
-        heads = [layer for layer in heads if returns_logits(layer, model)]
-    if len({*before} & {*now}) < max(len(before), len(now)) or len(heads) != 1:
+    has_own_code = type(model).__module__.startswith("transformers_modules.")  # with any kind of head
+    if len({*before} & {*now}) < max(len(before), len(now)) or len(heads) != 1 or has_own_code:
         return f"; keeps its head, which was trained for the classes {list_names(trained)}"
     for parameter in heads[0].parameters():
         parameter.copy_(parameter[[before.index(name) for name in now]])
     return ""
-
-
-def returns_logits(layer: torch.nn.Linear, model: PreTrainedModel) -> bool:
-    """Tell whether the logits of a classifier are outputs of a layer, for one of their tokens."""
-    outputs: list[torch.Tensor] = []
-    with suppress(Exception), layer.register_forward_hook(lambda module, inputs, output: outputs.append(output)):
-        logits = model(input_ids=model.dummy_inputs["input_ids"][:1])[0]
-        return any((output == logits).all(dim=-1).any() for output in outputs)
-    return False  # the model cannot compute them, for example because its kernels need a GPU

@@ -37,7 +37,7 @@ TEXTS = ("0 1 2 3 4 5 6 7", "7 5 3")
 def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, settings: Settings) -> str | None:
     """Make the tokenizer return the inputs that a model accepts, padded on the side where that changes no logits.
 
-    Unless the settings name an attention implementation, a model whose logits are others in eager attention gets sdpa.
+    Unless the settings name an attention implementation, a model whose logits differ in eager attention gets sdpa.
     With absolute positions, padding belongs on the right, whatever the tokenizer's configuration says. XLNet, which has
     relative ones, reads its logits from the last position. Convolutions and FNet see the padding on both sides.
 

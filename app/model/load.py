@@ -29,8 +29,8 @@ from ..setting_groups import BUILT_IN, TINY, ModelSettings
 from ..settings import Settings
 from .built_in import VOCABULARY_SIZES, built_in_config, initialize, learn_tokenizer
 from .dropout import override_dropout
-from .hub import KINDS_OF_WEIGHTS, UNREAD, WEIGHTS, explain, fetch
-from .identity import check_only_head_is_new, describe_config, match_classes, unused_weights
+from .hub import KINDS_OF_WEIGHTS, UNREAD, WEIGHTS, explain, fetch, model_folder
+from .identity import check_only_head_is_new, describe_config, match_classes, trained_classes, unused_weights
 from .inputs import match_tokenizer
 
 # Architectures derived from RoBERTa: their first position is the padding id plus one.
@@ -85,9 +85,6 @@ def load_tokenizer(
         )
     # `tokenize` keeps the inputs in this list. RoCBERT's tokenizer returns more than it lists.
     tokenizer.model_input_names = [*dict.fromkeys((*tokenizer.model_input_names, *tokenizer("0"), "attention_mask"))]
-    if train_texts is not None and config.is_encoder_decoder and not config.model_type.startswith("t5gemma"):
-        # Such a model classifies the end of a text, and needs exactly one: "</s>" in a review is plain text.
-        tokenizer.split_special_tokens = tokenizer.init_kwargs["split_special_tokens"] = True
     return tokenizer
 
 
@@ -105,7 +102,7 @@ def classifier_config(
         config = fetch(AutoConfig, settings)
     own, pad = getattr(config, "pad_token_id", None), tokenizer.pad_token_id
     if config.model_type in OFFSET_POSITIONS and own not in (None, pad) and is_pretrained(settings.model):
-        problem = f"its config counts positions from pad_token_id {own}, but its tokenizer pads with token {pad}"
+        problem = f"its positions count from pad_token_id {own}, but its tokenizer pads with {pad}: is it another's?"
         raise UserError(f"--model {settings.model}: {problem}")
     check_vocabulary(settings.model, config, pad or 0)  # from_pretrained would fail with an assertion
     config.id2label = dict(enumerate(class_names))
@@ -162,7 +159,7 @@ def load_classifier(
         own = fetch(AutoConfig, settings)
         origin += f"; new weights: {', '.join(new)}" if new else ""
         if not any(weight.endswith("weight") and "pooler" not in weight for weight in new):
-            origin += match_classes(model, own.id2label, class_names)
+            origin += match_classes(model, trained_classes(own, model_folder(settings)), class_names)
             if own.problem_type not in KINDS:
                 origin += f"; keeps its head, which was trained for {own.problem_type}"
         origin += f"; unused weights: {unused}" if (unused := unused_weights(found)) else ""
@@ -239,7 +236,7 @@ def select_attention(config: PretrainedConfig, settings: Settings, device: torch
     bf16 is slow.
     """
     if getattr(config, "attention_type", None) == "block_sparse":
-        config.attention_type = "original_full"  # to which a BigBird changes for good at its first short batch
+        config.attention_type = "original_full"  # a BigBird switches to it at its first short batch, and never back
     if config.model_type == "reformer":
         problem = "recomputes layers with other dropout masks, and its LSH attention depends on its first batch"
         raise UserError(f"--model {settings.model}: a Reformer {problem}")

@@ -63,7 +63,8 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     counts = np.bincount(table.labels, minlength=len(table.class_names))
     visible = ["".join(c for c in name if unicodedata.category(c) != "Cf") for name in table.class_names]
     forms = [unicodedata.normalize("NFKC", name).casefold() for name in visible]
-    alike = [name for name, form in zip(table.class_names, forms, strict=True) if forms.count(form) > 1]
+    groups = [[n for n, f in zip(table.class_names, forms, strict=True) if f == form] for form in dict.fromkeys(forms)]
+    alike = "; ".join(list_names(group) for group in groups if len(group) > 1)
     n_warmup = warmup_steps(settings.warmup_steps, plan.total_steps)
     n_left_out = n_train - plan.steps_per_epoch * plan.global_size
     n_cut = int((data.lengths == settings.max_length).sum())
@@ -83,7 +84,7 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "dropped": "; ".join(describe_dropped(table)),
         "rows": " + ".join(f"{len(part)} {name}" for name, part in parts if len(part)),
         "classes": ", ".join(f"{name} ({n:,})" for name, n in zip(table.class_names, counts, strict=True)),
-        "alike": f"classes {list_names(alike)} differ only in case, width or invisible characters" if alike else None,
+        "alike": f"classes that differ only in case, width or invisible characters: {alike}" if alike else None,
         "duplicates": describe_duplicates(data.duplicates),
         "truncated": f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut",
         "split": f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}",

@@ -117,6 +117,11 @@ def test_an_encoding_may_be_named(tmp_path):
     write(ROWS[:6], tmp_path / "utf-8.csv")
     files = {"csv": str(tmp_path / "utf-8.csv"), "test_file": str(tmp_path / "test.csv")}
     assert clean(open_sources(Settings(**files))).notes == ("utf-8-sig", "test: gb18030")
+    (tmp_path / "mixed").mkdir()  # in CP1252, the UTF-8 file would be valid, too
+    for part, encoding in (("train", "cp1252"), ("test", "utf-8")):
+        (tmp_path / "mixed" / f"{part}.csv").write_bytes("label,review\n1,thé\n0,café\n".encode(encoding))
+    with pytest.raises(UserError, match=r"train\.csv is not UTF-8, but test\.csv is: save all files in UTF-8"):
+        open_sources(Settings(dataset_name=str(tmp_path / "mixed"), encoding="cp1252"))
     (tmp_path / "rows.parquet").write_bytes(parquet([0, 1]))
     with pytest.raises(UserError, match=r"rows\.parquet: --encoding is for CSV and JSON files"):
         open_sources(replace(settings, csv=str(tmp_path / "rows.parquet")))
@@ -276,7 +281,7 @@ def test_rows_between_the_quotes_of_two_reviews_are_doubted(tmp_path, text):
     assert len(pd.read_csv(path, sep="\t", quoting=csv.QUOTE_NONE)) == 4
     for table in (read_reviews(path), clean(open_sources(Settings(dataset_name=str(tmp_path))))):
         assert len(table) == 2
-        assert table.notes[0] == "utf-8-sig, 1 rows with line breaks within quotes"
+        assert table.notes[0] == "utf-8-sig, 1 row with line breaks within quotes"
     path.write_text(text.replace('"', "“"))
     assert read_reviews(path).notes == ("utf-8-sig",)
 

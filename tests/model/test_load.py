@@ -217,7 +217,7 @@ def test_a_file_of_a_model_that_cannot_be_used_is_one_line(folder, name, content
         ("bert", "", {"hidden_size": 64}, r"weights bert\.\S+ have the shape"),
         ("bert", "", {"num_hidden_layers": 3}, r"weights bert\.\S+ are missing"),
         ("bert", "module.", {}, r"embeddings.weight are missing, but there are module.bert.embeddings.LayerNorm.bias"),
-        ("roberta", "", {"pad_token_id": 1}, "positions from pad_token_id 1, but its tokenizer pads with token 0"),
+        ("roberta", "", {"pad_token_id": 1}, "positions count from pad_token_id 1, but its tokenizer pads with 0"),
     ],
 )
 def test_weights_of_another_config_or_a_wrapper_are_rejected(folder, name, prefix, changes, message):
@@ -253,6 +253,8 @@ def test_a_trained_head_with_default_names_that_the_data_has_too_keeps_their_mea
     weight, in_order = (load(path, classes).model.classifier.weight for classes in (names, sorted(names)))
     assert "keeps its head, which was trained for the classes 'LABEL_0'" in load(path, [*"abcdefghijk"]).origin
     assert in_order.equal(weight[[names.index(name) for name in sorted(names)]])
+    edit_json(path / "config.json", label2id={name: index for index, name in enumerate("kjihgfedcba")})
+    assert load(path, [*"abcdefghijk"]).model.classifier.weight.equal(weight.flip(0)), "they are in label2id"
 
 
 def test_weights_that_the_model_does_not_use_and_what_its_head_was_trained_for_are_named(folder):
@@ -271,20 +273,6 @@ def test_weights_that_the_model_does_not_use_and_what_its_head_was_trained_for_a
     others = "; model-00001-of-00002.safetensors is not read; pytorch_model.bin is not read"
     assert load(path, ["1", "good"]).origin.endswith(others)
     assert f"{head}the classes 'good', '1', 'old'" in load(path, ["1", "good"]).origin
-
-
-@pytest.mark.parametrize("name", ["bart", "t5"])
-def test_an_end_of_sequence_token_in_a_review_of_an_encoder_decoder_is_plain_text(folder, tmp_path, name):
-    settings = Settings(model=str(folder(name)), max_length=32)
-    tokenizer = load_tokenizer(settings, TEXTS)
-    texts = [TEXTS[0], f"{TEXTS[0]}[SEP]好", "[SEP]"]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    plain = AutoTokenizer.from_pretrained(settings.model)
-    assert tokenizer(TEXTS)["input_ids"] == plain(TEXTS)["input_ids"]
-    assert (batch["input_ids"] == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 1]
-    load_classifier(settings, ["bad", "good"], tokenizer).model(**tokenizer(texts, padding=True, return_tensors="pt"))
-    tokenizer.save_pretrained(tmp_path / "saved")
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(texts)["input_ids"] == tokenizer(texts)["input_ids"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

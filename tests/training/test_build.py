@@ -12,7 +12,7 @@ from datasets import Dataset
 from helpers.architectures import write_model
 from strategies.ranks import on_ranks
 from tokenizers import normalizers, processors
-from transformers import AutoConfig, BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from app.common.errors import AgreedError
 from app.model.built_in import learn_tokenizer
@@ -96,6 +96,15 @@ def test_reviews_without_tokens_are_a_mistake(world, tmp_path):
     tokenizer.save_pretrained(settings.model)
     assert tokenizer("𓀀")["input_ids"] == [tokenizer.unk_token_id], "an unknown token is a token"
     with pytest.raises(AgreedError, match=r"its tokenizer returns no token for rows 41, 43 \("):
+        build_model(settings, build_data(settings, world), world)
+
+
+def test_special_tokens_in_a_review_are_those_of_the_tokenizer_but_one_end_of_sequence_token(world, tmp_path):
+    settings = write_rows(tmp_path, "[MASK]好", "好", model="bart")
+    data, plain = build_data(settings, world), AutoTokenizer.from_pretrained(settings.model)
+    assert data.rows["input_ids"][40] == plain("[MASK]好")["input_ids"]
+    settings = write_rows(tmp_path, "[SEP]", "好[SEP]好", model="bart")  # whose logits are those of the end of a text
+    with pytest.raises(AgreedError, match=r"exactly once per text, unlike in rows 40, 41 .*: remove it from"):
         build_model(settings, build_data(settings, world), world)
 
 
