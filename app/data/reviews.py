@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -124,26 +125,17 @@ def clean(
     slices = np.ma.flatnotmasked_contiguous(np.ma.array(kept, mask=~kept))
     pieces = [texts.iloc[part] for part in slices] if len(slices) <= 10_000 else [texts[kept]]  # more would be slow
     texts = pd.concat(pieces, ignore_index=True)
-    origin, original = "the model" if class_names else str(path), class_names
-    if original is None:
-        original = sorted({*labels[parts == "train"].unique()})
-        if len(original) == 1:
-            raise UserError(f"{path}: column {columns[1]!r} has only one class, {list_names(original)}")
-        if all(map(INTEGER.fullmatch, original)):
-            original.sort(key=int)
-        declared = getattr(sources["train"].table.features[columns[1]], "names", ())  # of a ClassLabel, in its order
-        original = [_class_name(name.strip() or str(i)) for i, name in enumerate(declared)] or original
+    origin = "the model" if class_names else str(path)
+    original = class_names or _classes_of(labels[parts == "train"], sources["train"], columns[1])
     if class_names is None or not {*names.values()} <= {*class_names}:  # otherwise, a run was trained with these names
         class_names = [names.get(name, name) for name in original]
         if not {*names} <= {*original} or len({*class_names}) < len(class_names):
-            culprit = "--label_names" if names else path
             known = list_names(original)
-            raise UserError(f"{culprit}: must give different names to classes of {origin}, which has {known}")
+            if names:
+                raise UserError(f"--label_names: must give different names to classes of {origin}, which has {known}")
+            raise UserError(f"{path}: two classes have the same name: {known}")
     codes, distinct = labels.factorize()
-    ids_of_names = {name: class_id for class_id, name in enumerate(class_names)} | {"": -1}
-    # A file may have the new names instead, unless some of them are original ones, too.
-    unknown = {*names.values()} - {*names} if {*names.values()} & {*names} else set()
-    class_ids = [None if label in unknown else ids_of_names.get(names.get(label, label)) for label in distinct]
+    class_ids = _class_ids(distinct, class_names, names)
     if None in class_ids:
         code = class_ids.index(None)
         first = int(np.argmax(codes == code))
@@ -226,6 +218,25 @@ def list_rows(rows: Sequence[int] | np.ndarray) -> str:
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
+
+
+def _classes_of(labels: pd.Series, source: Source, column: str | None) -> list[str]:
+    """Return the classes of the training rows: those of a ClassLabel, in its order, or the distinct labels, sorted."""
+    distinct = sorted({*labels.unique()})
+    if len(distinct) == 1:
+        raise UserError(f"{source.path}: column {column!r} has only one class, {list_names(distinct)}")
+    if all(map(INTEGER.fullmatch, distinct)):
+        distinct.sort(key=int)
+    declared = getattr(source.table.features[column], "names", ())
+    return [_class_name(name.strip() or str(i)) for i, name in enumerate(declared)] or distinct
+
+
+def _class_ids(labels: Iterable[Any], class_names: Sequence[str], new_names: Mapping[str, str]) -> list[int | None]:
+    """Return the class id of each distinct label: -1 for a missing one, None for one that is not a class."""
+    ids = {name: class_id for class_id, name in enumerate(class_names)} | {"": -1}
+    # A file may have the new names instead, unless some of them are original ones, too.
+    unknown = {*new_names.values()} - {*new_names} if {*new_names.values()} & {*new_names} else set()
+    return [None if label in unknown else ids.get(new_names.get(label, label)) for label in labels]
 
 
 def _class_name(label: str) -> str:

@@ -116,7 +116,7 @@ def test_the_readme_of_a_data_set_names_the_classes_that_its_files_number(tmp_pa
     with pytest.raises(UserError, match="quote them there"):
         read(dataset_name=str(tmp_path))
     (tmp_path / "README.md").write_text(readme.replace("good", "good, '2': 'good '"))
-    with pytest.raises(UserError, match=f"^{tmp_path}: must give different names to classes"):
+    with pytest.raises(UserError, match=f"^{tmp_path}: two classes have the same name: 'bad', 'good', 'good'"):
         read(dataset_name=str(tmp_path))
     (tmp_path / "README.md").write_text(readme.replace("bad", "'1'").replace("good", "'2'"))
     with pytest.raises(UserError, match="names classes by numbers, which could be their positions"):
