@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -38,6 +37,7 @@ from ..settings import Settings
 from .encoding import ENCODINGS, recognize_encoding
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}  # everything else is a CSV
+SAVED = (datasets.config.DATASETDICT_JSON_FILENAME, datasets.config.DATASET_STATE_JSON_FILENAME)  # by save_to_disk
 PARTS = ("train", "validation", "test")
 JSON_ROWS = "a JSON file has one object per line, or an array of objects"
 
@@ -64,30 +64,37 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     """
     name = settings.dataset_name
     if name is None:
-        files = {"train": settings.csv_path, "validation": settings.validation_file, "test": settings.test_file}
-        return {part: open_file(Path(path), cache_dir, settings.encoding) for part, path in files.items() if path}
-    encoding, read, unread = "", list[str](), list[str]()
+        paths = {"train": settings.csv_path, "validation": settings.validation_file, "test": settings.test_file}
+        return {part: open_file(Path(path), cache_dir, settings.encoding) for part, path in paths.items() if path}
+    encoding, files, unread = "", dict[str, dict[str, str]](), list[str]()
     with one_line_errors(f"--dataset_name {name}"):
         base, _, config = name.rstrip("/").rpartition("/")
         folder, options = (name, {}) if os.path.isdir(name) else (base, {"name": config})
-        if os.path.isdir(folder):
+        is_saved = any(os.path.isfile(f"{folder}/{file}") for file in SAVED)
+        if os.path.isdir(folder) and not is_saved:
             folder = os.path.realpath(folder)  # `datasets` names a data set after its folder, and `.` has no name
             if glob.escape(os.path.expandvars(folder)) != folder or "\n" in folder:
                 raise ValueError("rename the folder: `datasets` would read its name as a pattern, or a variable in it")
-            splits, encoding, hashes = _load_files(folder, cache_dir, settings.encoding, **options)
-            read = [os.path.relpath(file, folder) for file in hashes]
-            rest = {*glob.glob(f"{glob.escape(folder)}/**", recursive=True)} - {*hashes}
+            splits, encoding, files = _load_files(folder, cache_dir, settings.encoding, **options)
+            rest = {*glob.glob(f"{glob.escape(folder)}/**", recursive=True)}.difference(*files.values())
             unread = sorted(os.path.relpath(f, folder) for f in rest if os.path.isfile(f) and not f.endswith(".md"))
         elif settings.encoding:
             raise ValueError("--encoding is for CSV and JSON files")
+        elif is_saved:  # beside it may be the caches of `map`, and files of an earlier call of `save_to_disk`
+            saved = datasets.load_from_disk(folder)
+            splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         else:
             of_hub = (base, config) if "/" in base else (name, None)
             splits = datasets.load_dataset(*of_hub, cache_dir=cache_dir and str(cache_dir / "datasets"))
     if "train" not in splits:
         raise UserError(f"--dataset_name {name}: has no split train, but {list_names(list(splits))}")
     unread += [f"split {split}" for split in splits if split not in PARTS]
-    merged = f"{len(read)} files: {list_names(read)}" if len(read) > len(splits) else ""
-    notes = (encoding, merged, f"without {list_names(unread)}" if unread else "")
+    merged = (
+        f"{part} rows from {len(of_part)} files: {list_names([os.path.relpath(file, folder) for file in of_part])}"
+        for part, of_part in files.items()
+        if len(of_part) > 1
+    )
+    notes = (encoding, *merged, f"without {list_names(unread)}" if unread else "")
     return {
         part: Source(Path(name if part == "train" else f"{name} ({part})"), splits[part], None, notes, part == "test")
         for part in PARTS
@@ -104,15 +111,19 @@ def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = 
         data_files = glob.escape(str(path.absolute()))
         if os.path.expandvars(data_files) != data_files:
             raise ValueError("rename the file: `datasets` would replace the variable in its path")
-        splits, found, hashes = _load_files(kind, cache_dir, encoding, data_files=data_files)
-    sha256 = next(iter(hashes.values())) if kind == "csv" and not encoding else None
+        splits, found, files = _load_files(kind, cache_dir, encoding, data_files=data_files)
+    sha256 = next(iter(files["train"].values())) if kind == "csv" and not encoding else None
     return Source(path, splits["train"], sha256, (found,))
 
 
 def _load_files(
     path: str, cache_dir: Path | None, encoding: str | None, **options: Any
-) -> tuple[Mapping[str, datasets.Dataset], str, dict[str, str]]:
-    """Load a folder, or files with a builder of `datasets`; with a note on their encoding, and each file's SHA-256."""
+) -> tuple[Mapping[str, datasets.Dataset], str, dict[str, dict[str, str]]]:
+    """Load a folder, or files with a builder of `datasets`.
+
+    Returns:
+        The splits, a note on their encoding, and the SHA-256 of each file of each split.
+    """
     # Otherwise, `datasets` would tell the Hub that its builder is in use, and wait for 3 seconds without a connection.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     with tempfile.TemporaryDirectory() as temporary:
@@ -128,9 +139,8 @@ def _load_files(
         files = [file for split, of in builder.config.data_files.items() if split in PARTS for file in of]
         if twice := [os.path.basename(file) for file, n in Counter(files).items() if n > 1]:
             raise ValueError(f"{list_names(twice)} would be read for several splits: rename what has both in its path")
-        if caches := [name for name in map(os.path.basename, files) if re.match(r"cache-.*\.arrow$", name)]:
-            raise ValueError(f"remove {list_names(caches)}, which `Dataset.map` has written beside the data")
-        hashes = {file: pooch.file_hash(file) for files in builder.config.data_files.values() for file in files}
+        by_part = {part: {f: pooch.file_hash(f) for f in of} for part, of in builder.config.data_files.items()}
+        hashes = {file: sha256 for of_part in by_part.values() for file, sha256 in of_part.items()}
         if builder.name in ENCODINGS:
             encoding = encoding or (builder.config.encoding if builder.name == "csv" else None)  # of a README.md
             encoding = options["encoding"] = recognize_encoding(hashes, encoding, ENCODINGS[builder.name])
@@ -155,7 +165,7 @@ def _load_files(
         note = encoding or ""
         if builder.name == "csv" and (n := sum(map(_count_line_breaks, splits.values()))):
             note += f", {n:,} row{'s' * (n > 1)} with line breaks within quotes"
-        return splits, note, hashes
+        return splits, note, by_part
 
 
 def _count_line_breaks(table: datasets.Dataset) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, errors, snapshot_download
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import CONFIG_NAME, WEIGHTS_NAME
 
 from ..common.errors import UserError, shorten
@@ -25,6 +25,7 @@ WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")  # or the index of part
 KINDS_OF_WEIGHTS = ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
 # Weights of other formats or names.
 UNREAD = ("*.h5", "*.msgpack", "*.ckpt*", "**/*.safetensors", "**/*model*.bin", "*.gguf", "*.pt*", "*.npz", "**/*.onnx")
+OF_TOKENIZERS = ("*token*.json", "*vocab*", "*.model")  # without them, some tokenizers know no token, without an error
 SECONDS = 10  # that the Hub has to answer: snapshot_download itself would wait for as long as the system does
 
 
@@ -94,6 +95,8 @@ def fetch(auto_class: Any, settings: ModelSettings, **kwargs: Any) -> Any:
         model_folder(settings, (*CONTENT, weights))
         if any(Path(folder).glob(weights)):
             break
+    if auto_class is AutoTokenizer and not any(any(Path(folder).glob(name)) for name in OF_TOKENIZERS):
+        raise UserError(f"--model {settings.model}: has no files of a tokenizer: save the model's tokenizer there")
     kwargs |= {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
     try:
         return auto_class.from_pretrained(folder, **kwargs)

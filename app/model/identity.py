@@ -94,10 +94,10 @@ def trained_classes(config: PretrainedConfig, folder: str) -> list[str]:
 
 @torch.no_grad()
 def match_classes(model: PreTrainedModel, trained: Sequence[str], class_names: Sequence[str]) -> str:
-    """Permute the outputs of a head that was trained for the classes of the data in another order.
+    """Permute the outputs of a trained head so that each class of the data which it knows gets the output for it.
 
     Returns:
-        A note on the classes that the head was trained for, if they are others.
+        A note on the classes that the head was trained for, if they are not all those of the data.
     """
     before, now = list(trained), list(class_names)
     if {*before} != {*now}:
@@ -106,8 +106,11 @@ def match_classes(model: PreTrainedModel, trained: Sequence[str], class_names: S
         return ""
     heads = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == len(now)]
     has_own_code = type(model).__module__.startswith("transformers_modules.")  # with any kind of head
-    if len({*before} & {*now}) < max(len(before), len(now)) or len(heads) != 1 or has_own_code:
-        return f"; keeps its head, which was trained for the classes {list_names(trained)}"
-    for parameter in heads[0].parameters():
-        parameter.copy_(parameter[[before.index(name) for name in now]])
-    return ""
+    if len(heads) == 1 and not has_own_code and len(before) == len({*before}) == len({*now}) == len(now):
+        others = iter([index for index, name in enumerate(before) if name not in now])
+        order = [before.index(name) if name in before else next(others) for name in now]
+        for parameter in heads[0].parameters():
+            parameter.copy_(parameter[order])
+        if {*before} == {*now}:
+            return ""
+    return f"; keeps its head, which was trained for the classes {list_names(trained)}"

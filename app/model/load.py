@@ -162,6 +162,8 @@ def load_classifier(
             origin += match_classes(model, trained_classes(own, model_folder(settings)), class_names)
             if own.problem_type not in KINDS:
                 origin += f"; keeps its head, which was trained for {own.problem_type}"
+            if not any("SequenceClassification" in name for name in own.architectures or ["SequenceClassification"]):
+                origin += f"; keeps the head of a {own.architectures[0]}"
         origin += f"; unused weights: {unused}" if (unused := unused_weights(found)) else ""
         kinds = [sorted(Path(settings.model).glob(name)) for name in KINDS_OF_WEIGHTS]
         origin += "".join(f"; {files[0].name} is not read" for files in list(filter(None, kinds))[1:])

@@ -83,7 +83,7 @@ def test_a_test_split_whose_labels_are_secret_is_left_out_and_class_labels_have_
         datasets.Dataset.from_pandas(frame, features).to_parquet(tmp_path / f"{part}.parquet")
     (tmp_path / "TEST.CSV").touch()
     table = read(dataset_name=str(tmp_path))
-    assert (table.parts.keys(), table.notes) == ({"train", "validation"}, ("", "", "without 'TEST.CSV'"))
+    assert (table.parts.keys(), table.notes) == ({"train", "validation"}, ("", "without 'TEST.CSV'"))
     assert table.dropped == {"no label (test file)": [*range(SIZES["test"])]}
     assert table.class_names == (tuple(names) if kind == "ClassLabel" else ("0", "1"))
     assert table.labels.tolist() == [int(label) for part in table.parts for label in FRAMES[part]["label"]]
@@ -123,16 +123,23 @@ def test_the_readme_of_a_data_set_names_the_classes_that_its_files_number(tmp_pa
         read(dataset_name=str(tmp_path))
 
 
-def test_a_folder_of_save_to_disk_is_read_without_the_caches_of_map(tmp_path):
+def test_a_folder_of_save_to_disk_is_read_without_the_caches_of_map_and_the_files_of_earlier_calls(tmp_path):
     rows = datasets.Dataset.from_pandas(FRAMES["train"], preserve_index=False)
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path, num_shards={"train": 2, "test": 1})
     datasets.DatasetDict(train=rows).save_to_disk(tmp_path)
-    # A README.md may still have the sizes of other splits.
+    datasets.load_from_disk(str(tmp_path)).map(lambda row: {"label": "other"})
+    for folder in (tmp_path, tmp_path / "train"):
+        table = read(dataset_name=str(folder))
+        assert (table.texts.tolist(), [*table.parts]) == (FRAMES["train"]["review"].tolist(), [])
+    with pytest.raises(UserError, match="--encoding is for CSV and JSON files"):
+        read(dataset_name=str(tmp_path), encoding="utf-8")
+
+
+def test_a_readme_may_still_have_the_sizes_of_other_splits(tmp_path):
     splits = "[{name: train, num_examples: 1}, {name: test, num_examples: 1}]"
     (tmp_path / "README.md").write_text(f"---\ndataset_info: {{splits: {splits}}}\n---\n")
+    FRAMES["train"].to_csv(tmp_path / "train.csv", index=False)
     assert read(dataset_name=str(tmp_path)).rows_read == SIZES["train"]
-    datasets.load_from_disk(str(tmp_path)).map(lambda row: {"label": "other"})
-    with pytest.raises(UserError, match=r"remove 'cache-\w+\.arrow', which `Dataset\.map` has written"):
-        read(dataset_name=str(tmp_path))
 
 
 def test_a_new_class_name_that_is_also_an_original_one_is_the_original_one(tmp_path):

@@ -185,7 +185,7 @@ def test_the_same_rows_are_the_same_table_in_any_format_and_changed_ones_are_rea
             table = clean(open_sources(Settings(**flags), folder))
             assert rows_of(table) == expected
             assert table.class_names == ("007", "1", "good")
-            assert any(note.startswith("2 files: 'train-0.") for note in table.notes) == ("{}" in name)
+            assert any(note.startswith("train rows from 2 files: 'train-0.") for note in table.notes) == ("{}" in name)
             assert table.sha256 == hashlib.sha256(frame.to_csv(index=False).encode()).hexdigest()
     lookup.assert_not_called()
 
