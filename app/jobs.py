@@ -12,8 +12,9 @@ PATHS = ("ddp_loop", "trainer_run")
 
 
 def flags_of(settings: Settings) -> list[str]:
-    """Return the command line that parses into these settings under any entry point, whatever its default model is."""
-    return [*as_flags(settings), f"--model={settings.model}"]
+    """Return the command line that parses into these settings, whatever the default model of the entry point is."""
+    model = f"--model={settings.model}"
+    return [*(flag for flag in as_flags(settings) if flag != model), model]
 
 
 def run_job(module: str, settings: Settings, nproc_per_node: int, **environment: str) -> int:

@@ -47,7 +47,7 @@ class Bench:
     strategy: Strategy
     model: PreTrainedModel
     wrapped: torch.nn.Module
-    loader: DataLoader[Any]  # this rank's micro-batches, as the training paths get them
+    loader: DataLoader[Any]  # this rank's micro-batches: those of the training paths, unless replaced
 
     def optimization(self, total_steps: int) -> Optimization:
         """Return what updates the weights, as in training."""

@@ -17,7 +17,7 @@ FREQUENT = frozenset(FREQUENCIES["Chinese"])  # about a third of the characters 
 
 def recognize_encoding(files: Collection[str], given: str | None, candidates: Sequence[str]) -> str:
     """Return the encoding of all files: UTF-8 or, if they are not, the given one, or GB18030 if that is plausible."""
-    utf8, others, has_cjk = list[str](), list[str](), False  # files with characters that are not ASCII
+    utf8, others, has_wide = list[str](), list[str](), False  # files that are not only ASCII
     for file in files:
         n_valid, invalid, name = 0, list[int](), Path(file).name
         with fsspec.open(file, "rb", compression="infer") as stream:
@@ -26,7 +26,7 @@ def recognize_encoding(files: Collection[str], given: str | None, candidates: Se
                     if b"\x1b$" in line or b"\0" in line[:2]:  # ISO-2022 and UTF-16 are valid ASCII
                         raise UnicodeError
                     if not line.isascii():
-                        has_cjk |= max(line.decode()) >= "\u0800"  # hardly any line in another encoding is, by chance
+                        has_wide |= max(line.decode()) >= "\u0800"  # as hardly any line in another encoding, by chance
                         n_valid += 1
                 except UnicodeError:
                     invalid.append(number)
@@ -49,8 +49,10 @@ def recognize_encoding(files: Collection[str], given: str | None, candidates: Se
     is_chinese = letters <= 8 * sum(counts[c] for c in FREQUENT) and len(FREQUENT & counts.keys()) >= 4
     # No text has characters that are unassigned or for private use, as CP1252's ¡H.
     is_text = not any(unicodedata.category(c) in ("Cn", "Co") for c in counts)
-    if is_valid and (given or (is_chinese and is_text and not has_cjk)):
+    if is_valid and (given or (is_chinese and is_text and not has_wide)):
         return encoding
+    if not others:  # all are ASCII, which is not valid in the given encoding
+        return "utf-8-sig"
     wrong = given or ("UTF-8, nor Chinese that is surely GB18030" if len(candidates) > 1 else "UTF-8")
     remedy = "save it as a text file in UTF-8, or name its encoding with --encoding, such as gb18030, cp1252 or utf-16"
-    raise ValueError(f"is not {wrong}: {remedy}")
+    raise ValueError(f"{others[0]}: is not {wrong}: {remedy}")

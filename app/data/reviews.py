@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..common.errors import UserError, list_names, shorten
 from ..setting_groups import split_label_names
-from .sources import JSON_ROWS, Source, hash_json, one_line_errors
+from .sources import Source, hash_json, one_line_errors
 
 Indices = NDArray[np.int64]
 MAX_SAMPLE = 50_000  # rows that a vocabulary or a baseline is learned from: it takes memory for all of them
@@ -47,7 +47,8 @@ class ReviewTable:
     """
 
     path: Path  # the file, or that of the training rows
-    # Of the bytes of a CSV whose encoding was recognized; otherwise of the CSV that pandas would write of the columns.
+    # Of the bytes of a --csv whose encoding was recognized; otherwise of the CSV that pandas would write of the two
+    # columns. Of several parts, of their hashes.
     sha256: str
     rows_read: int
     dropped: dict[str, list[int]]  # data rows by reason, "no review" or "no label", if there are any
@@ -174,12 +175,13 @@ def _texts(source: Source, name: str) -> pa.ChunkedArray:
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             column.validate(full=True)  # Arrow does not check the encoding of Parquet files when it reads them
             return column.cast(pa.large_string())
+        if isinstance(feature, Json):  # `datasets` has it also for texts and numbers
+            kinds = "lists, objects, or texts and numbers"
+            raise ValueError(f"has {kinds}: each row needs one text (in pandas, orient='records')")
         values = source.table[name][:]
         if isinstance(feature, ClassLabel):  # -1 is no label
             names = [name.strip() or str(i) for i, name in enumerate(feature.names)]
             values = [None if value in (None, -1) else names[value] for value in values]
-        if isinstance(feature, Json):
-            raise ValueError(f"has lists or objects instead of values ({JSON_ROWS})")
         # `datasets` has converted mixed values, and so changed texts such as "007".
         if not all(isinstance(value, str | int | float | None) for value in values):
             kinds = "dates, lists, bytes, decimals, or texts and numbers"

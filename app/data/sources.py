@@ -49,7 +49,7 @@ class Source:
     path: Path  # the file or data set, for messages
     table: datasets.Dataset
     sha256: str | None = None  # of the bytes of a CSV whose encoding follows from them; None for anything else
-    notes: tuple[str, ...] = ()  # for the start of a run: the encoding (empty if there is none), and what is not read
+    notes: tuple[str, ...] = ()  # for the start of a run: the encoding (may be empty), and which files are read
     may_lack_labels: bool = False  # for published test rows whose labels are secret, as those of GLUE
 
 
@@ -57,7 +57,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     """Load the rows of all parts, in the order training, validation and test rows.
 
     The settings name files, or a data set: a folder, or `OWNER/NAME` on the Hugging Face Hub, with `/CONFIG` if it has
-    several. What `datasets` has read is kept in `cache_dir`; by default, it is in memory.
+    several. What `datasets` converts is kept in `cache_dir`; by default, it is in memory.
 
     Raises:
         UserError: There is no such file or data set, it cannot be read, or it has no rows or no training rows.
@@ -70,7 +70,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     with one_line_errors(f"--dataset_name {name}"):
         base, _, config = name.rstrip("/").rpartition("/")
         folder, options = (name, {}) if os.path.isdir(name) else (base, {"name": config})
-        is_saved = any(os.path.isfile(f"{folder}/{file}") for file in SAVED)
+        is_saved = any(os.path.isfile(f"{name}/{file}") for file in SAVED)
         if os.path.isdir(folder) and not is_saved:
             folder = os.path.realpath(folder)  # `datasets` names a data set after its folder, and `.` has no name
             if glob.escape(os.path.expandvars(folder)) != folder or "\n" in folder:
@@ -81,7 +81,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
         elif settings.encoding:
             raise ValueError("--encoding is for CSV and JSON files")
         elif is_saved:  # beside it may be the caches of `map`, and files of an earlier call of `save_to_disk`
-            saved = datasets.load_from_disk(folder)
+            saved = datasets.load_from_disk(name)
             splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         else:
             of_hub = (base, config) if "/" in base else (name, None)
@@ -92,7 +92,7 @@ def open_sources(settings: Settings, cache_dir: Path | None = None) -> dict[str,
     merged = (
         f"{part} rows from {len(of_part)} files: {list_names([os.path.relpath(file, folder) for file in of_part])}"
         for part, of_part in files.items()
-        if len(of_part) > 1
+        if part in PARTS and len(of_part) > 1
     )
     notes = (encoding, *merged, f"without {list_names(unread)}" if unread else "")
     return {
@@ -178,20 +178,20 @@ def _load_json(
     files: list[str], encoding: str, classes: Mapping[str, datasets.ClassLabel], **options: Any
 ) -> datasets.Dataset:
     """Load JSON as texts. `datasets` would infer types from pieces of the files, and so change dates, 01 and true."""
-    rows = partial(_json_rows, files, encoding)
     features = dict[str, Any]()
-    for name, value in chain.from_iterable(row.items() for row in rows()):
+    for name, value in chain.from_iterable(row.items() for row in _json_rows(files, encoding)):
         if isinstance(value, list | dict):
             features[name] = datasets.Json()  # no text, which a column of reviews or labels must be
         features.setdefault(name, datasets.Value("large_string"))
     if not features:
         raise ValueError(f"has no rows ({JSON_ROWS}: in pandas, orient='records')")
     features = datasets.Features({**features, **classes})
+    rows = partial(_json_rows, files, encoding, only_values=True)
     return datasets.Dataset.from_generator(rows, features, **options)
 
 
-def _json_rows(files: list[str], encoding: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of JSON Lines files, or of files with an array."""
+def _json_rows(files: list[str], encoding: str, only_values: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the rows of JSON Lines files, or of files with an array; with `only_values`, lists and objects are None."""
     decode = partial(json.loads, parse_constant=lambda _: None)  # NaN is missing
     for file in files:
         with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
@@ -203,7 +203,8 @@ def _json_rows(files: list[str], encoding: str) -> Iterator[dict[str, Any]]:
                     place = f"{Path(file).name}: row {i}"
                     values = dict(**(row if is_array else decode(row)))
                     json.dumps(values, ensure_ascii=False).encode()  # raises an error for half of a surrogate pair
-                    yield values
+                    is_nested = {name: isinstance(value, list | dict) for name, value in values.items()}
+                    yield {n: None if only_values and is_nested[n] else value for n, value in values.items()}
             except (json.JSONDecodeError, UnicodeEncodeError, RecursionError, TypeError) as error:
                 raise ValueError(f"{place}: {error} ({JSON_ROWS})") from None
 
@@ -237,7 +238,8 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
     header: list[str] = []  # of the first file
     for file in files if kind == "csv" else ():
         with fsspec.open(file, "rt", encoding=options["encoding"], compression="infer", newline="") as stream:
-            dialect = {name: options[name] for name in ("quoting", "quotechar", "escapechar", "doublequote")}
+            names_of_dialect = ("quoting", "quotechar", "escapechar", "doublequote", "skipinitialspace")
+            dialect = {name: options[name] for name in names_of_dialect}
             reader = csv.reader(stream, delimiter=options["sep"], strict=True, **dialect)
             names: list[str] = options.get("names") or []  # of a README.md, for files without a header
             try:  # pandas may drop fields that are too many, and continue after a closing quote
@@ -257,7 +259,9 @@ def _check_files(kind: str, files: Collection[str], options: Mapping[str, Any]) 
                     raise csv.Error("has no header")
             except csv.Error as error:
                 problem = str(error).replace("\t", "tab")
-                hint = ": double quotes within quotes, no space beside separators" if "expected" in problem else ""
+                hint = (
+                    ": write a quote within quotes twice, no space beside a separator" if "expected" in problem else ""
+                )
                 place = f"{Path(file).name}: line {reader.line_num}, or a quote before it"
                 raise ValueError(f"{place}: {problem}{hint}") from None
 

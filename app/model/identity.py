@@ -79,29 +79,29 @@ def unused_weights(found: Mapping[str, Any]) -> str | None:
 
 
 def trained_classes(config: PretrainedConfig, folder: str) -> list[str]:
-    """Return the names of the classes of a model's head, of which only `label2id` in its file may have the real ones.
+    """Return the class names of a model's head: those in `id2label` or, if these are only defaults, in `label2id`.
 
-    transformers writes such a file if a model was loaded with `label2id` alone, and replaces both when it reads it.
+    transformers writes such a file if a model was loaded with `label2id` alone, and may replace `label2id` when it
+    reads one without `id2label`.
     """
     id2label: Any = config.id2label
     names = [str(id2label[index]) for index in sorted(id2label)]
     ids: dict[str, Any] = PretrainedConfig.get_config_dict(folder)[0].get("label2id") or {}
     has_names = any(name != f"LABEL_{index}" for index, name in enumerate(names))
-    if has_names or not ids or {*ids.values()} != {*range(len(ids))}:
+    if has_names or not ids or sorted(map(str, ids.values())) != sorted(map(str, range(len(ids)))):
         return names
     return sorted(ids, key=lambda name: ids[name])
 
 
 @torch.no_grad()
 def match_classes(model: PreTrainedModel, trained: Sequence[str], class_names: Sequence[str]) -> str:
-    """Permute the outputs of a trained head so that each class of the data which it knows gets the output for it.
+    """Permute the outputs of a trained head so that each class that it shares with the data keeps its output.
 
     Returns:
-        A note on the classes that the head was trained for, if they are not all those of the data.
+        A note on the classes of the head, unless each class of the data has its own output.
     """
-    before, now = list(trained), list(class_names)
-    if {*before} != {*now}:
-        before, now = ([name.casefold() for name in names] for names in (before, now))
+    shared = {*trained} & {*class_names}
+    before, now = ([n if n in shared else n.casefold() for n in names] for names in (trained, class_names))
     if before == now:
         return ""
     heads = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == len(now)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def classifier_config(
         config = fetch(AutoConfig, settings)
     own, pad = getattr(config, "pad_token_id", None), tokenizer.pad_token_id
     if config.model_type in OFFSET_POSITIONS and own not in (None, pad) and is_pretrained(settings.model):
-        problem = f"its positions count from pad_token_id {own}, but its tokenizer pads with {pad}: is it another's?"
+        problem = f"its positions count from pad_token_id {own}, but its tokenizer pads with {pad}: whose is it?"
         raise UserError(f"--model {settings.model}: {problem}")
     check_vocabulary(settings.model, config, pad or 0)  # from_pretrained would fail with an assertion
     config.id2label = dict(enumerate(class_names))
@@ -162,8 +163,8 @@ def load_classifier(
             origin += match_classes(model, trained_classes(own, model_folder(settings)), class_names)
             if own.problem_type not in KINDS:
                 origin += f"; keeps its head, which was trained for {own.problem_type}"
-            if not any("SequenceClassification" in name for name in own.architectures or ["SequenceClassification"]):
-                origin += f"; keeps the head of a {own.architectures[0]}"
+            other = [name for name in own.architectures or () if re.search("For(?!SequenceClassification)", name)]
+            origin += f"; keeps the head of {other[0]}" if other else ""
         origin += f"; unused weights: {unused}" if (unused := unused_weights(found)) else ""
         kinds = [sorted(Path(settings.model).glob(name)) for name in KINDS_OF_WEIGHTS]
         origin += "".join(f"; {files[0].name} is not read" for files in list(filter(None, kinds))[1:])

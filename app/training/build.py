@@ -199,7 +199,8 @@ def check_rows(model: str, config: PretrainedConfig, table: ReviewTable, *, rows
         n_ends = sum_over_tokens(rows, lambda tokens: tokens == config.eos_token_id)
         if (is_wrong := (n_ends != 1) if to_train else (n_ends < 1)).any():
             found, end = list_rows(table.rows[is_wrong]), f"its end-of-sequence token (id {config.eos_token_id})"
-            times, hint = ("exactly", ": remove it from their texts") if to_train else ("at least", "")
+            remedy = "remove it, such as </s>, from their texts" if n_ends.any() else "its tokenizer does not append it"
+            times, hint = ("exactly", f": {remedy}") if to_train else ("at least", "")
             where = f"unlike in {found} of {table.path}{hint}"
             raise UserError(f"--model {model}: it needs {end} {times} once per text, {where}")
     check_vocabulary(model, config, max(occurring_tokens(rows)[-1], text_config.pad_token_id or 0))

@@ -65,7 +65,7 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     forms = [unicodedata.normalize("NFKC", name).casefold() for name in visible]
     groups = [[n for n, f in zip(table.class_names, forms, strict=True) if f == form] for form in dict.fromkeys(forms)]
     alike = "; ".join(list_names(group) for group in groups if len(group) > 1)
-    n_warmup = warmup_steps(settings.warmup_steps, plan.total_steps)
+    n_warmup = 0 if settings.lr_scheduler_type == "constant" else warmup_steps(settings.warmup_steps, plan.total_steps)
     n_left_out = n_train - plan.steps_per_epoch * plan.global_size
     n_cut = int((data.lengths == settings.max_length).sum())
     vocabulary = trimmed_vocabulary(prepared.model)
@@ -94,8 +94,8 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "vocabulary": vocabulary,
         "batch": f"{plan}, {settings.train_sampling_strategy}",
         "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch), including {n_warmup} warmup steps",
-        "left out": f"{n_left_out} rows in each epoch, which fill no batch" if n_left_out else None,
-        "no effect": "warmup gives the only step a learning rate of 0" if plan.total_steps == 1 and n_warmup else None,
+        "left out": f"{n_left_out} row(s) of each epoch, which do not fill a batch" if n_left_out else None,
+        "warmup": "warmup gives the only step a learning rate of 0" if plan.total_steps == 1 and n_warmup else None,
         "learning rate": f"{settings.learning_rate:g} (AdamW, {settings.lr_scheduler_type} schedule)",
         "machine": ", ".join(machine),
         "files": f"{prepared.folder}/",

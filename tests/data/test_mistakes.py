@@ -57,7 +57,7 @@ MISTAKES = [
     ("rows.csv", 'label,review\n1,"a\n0,b\n1,"c\n', "line 4, or a quote"),  # three rows that pandas would join
     ("rows.csv", "label,review\n0,thé\n1,café\n1,".encode() + b"caf\xe9\n", "line 4 is not UTF-8, but most lines are"),
     ("$HOME.csv", GOOD, "rename the file"),  # `datasets` would read root.csv
-    ("rows.jsonl", '{"review": ["a"], "label": 1}\n' * 2, "column 'review': has lists or objects instead of values"),
+    ("rows.jsonl", '{"review": ["a"], "label": 1}\n' * 2, "column 'review': has lists, objects, or texts and numbers"),
     ("rows.jsonl", LINE + "[" * 100_000, "rows.jsonl: row 1: maximum recursion depth"),
     ("rows.json", "[" * 100_000, "rows.json: maximum recursion depth"),
     ("rows.json", "[" + LINE + ', {"review": "\\ud800", "label": 0}]', "row 1: 'utf-8' codec can't encode"),

@@ -183,7 +183,7 @@ def test_the_start_names_similar_classes_and_reviews_with_unknown_tokens(world, 
     prepare("ddp_loop", Settings(model="tiny-bert", max_length=16, train_batch_size=4, **folders), world)
     lines = capsys.readouterr().out
     assert "differ only in case, width or invisible characters: 'Good', 'ｇｏｏｄ\\u200b'" in lines
-    assert "left out  3 rows in each epoch" in lines
+    assert "left out  3 row(s) of each epoch" in lines
     assert "8 of 36 reviews have a quarter or more unknown tokens" in lines
 
 

@@ -50,7 +50,7 @@ OF_PREDICT = {
     "": "nothing to predict",
 }
 OTHERS = {
-    "predict without_tokenizer 好": "without_tokenizer: its tokenizer has no vocabulary",
+    "predict without_tokenizer 好": "without_tokenizer: has no files of a tokenizer",
     "compare run": "name two",
     "compare run missing": "missing",
     "compare run full": "full",

@@ -267,7 +267,7 @@ def test_weights_that_the_model_does_not_use_and_what_its_head_was_trained_for_a
     classifier, head = load(path, ["1", "good"]), "; keeps its head, which was trained for "
     assert classifier.model.classifier.weight.equal(weights["classifier.weight"][[1, 0]]), "in the order of the classes"
     unused = "; unused weights: bert.encoder.layer.1.attention.output.LayerNorm.bias and 15 more"
-    told = f"{head}regression; keeps the head of a {other}{unused}"
+    told = f"{head}regression; keeps the head of {other}{unused}"
     assert classifier.origin.endswith(f"bert.pooler.dense.bias, classifier.bias{told}")
     edit_json(path / "config.json", id2label={0: "good", 1: 1, 2: "old"})
     for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors"):
@@ -300,9 +300,6 @@ def test_a_tokenizer_that_needs_sentencepiece_says_so(folder):
     (path / "tokenizer.json").rename(path / "spm.model")
     edit_json(path / "tokenizer_config.json", tokenizer_class="DebertaV2Tokenizer")
     assert error_message(path).endswith("pip install sentencepiece")
-    for name in ("spm.model", "tokenizer_config.json"):
-        (path / name).unlink()
-    assert error_message(path).endswith(": has no files of a tokenizer: save the model's tokenizer there")
 
 
 @pytest.mark.parametrize(("recipe", "token", "token_id"), [({"post_processor": None}, "[SEP]", 3), ({}, "[CLS]", 2)])

@@ -99,12 +99,12 @@ def test_reviews_without_tokens_are_a_mistake(world, tmp_path):
         build_model(settings, build_data(settings, world), world)
 
 
-def test_special_tokens_in_a_review_are_those_of_the_tokenizer_but_one_end_of_sequence_token(world, tmp_path):
+def test_special_tokens_in_a_review_are_those_of_the_tokenizer_and_another_end_is_a_mistake(world, tmp_path):
     settings = write_rows(tmp_path, "[MASK]好", "好", model="bart")
     data, plain = build_data(settings, world), AutoTokenizer.from_pretrained(settings.model)
     assert data.rows["input_ids"][40] == plain("[MASK]好")["input_ids"]
-    settings = write_rows(tmp_path, "[SEP]", "好[SEP]好", model="bart")  # whose logits are those of the end of a text
-    with pytest.raises(AgreedError, match=r"exactly once per text, unlike in rows 40, 41 .*: remove it from"):
+    settings = write_rows(tmp_path, "[SEP]", "好[SEP]好", model="bart")  # it reads its logits at this token
+    with pytest.raises(AgreedError, match=r"exactly once per text, unlike in rows 40, 41 .*: remove it, such"):
         build_model(settings, build_data(settings, world), world)
 
 
