@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,6 +221,16 @@ def list_rows(rows: Sequence[int] | np.ndarray) -> str:
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
+
+
+def describe_alike(class_names: Sequence[str]) -> str | None:
+    """Name the classes that look alike; None for none. They may have been meant to be one."""
+    groups: dict[str, list[str]] = {}
+    for name in class_names:
+        visible = "".join(c for c in name if unicodedata.category(c) != "Cf")
+        groups.setdefault(unicodedata.normalize("NFKC", visible).casefold(), []).append(name)
+    alike = "; ".join(list_names(group) for group in groups.values() if len(group) > 1)
+    return f"classes that differ only in case, width or invisible characters: {alike}" if alike else None
 
 
 def _classes_of(labels: pd.Series, source: Source, column: str | None) -> list[str]:

@@ -113,7 +113,7 @@ def open_file(path: Path, cache_dir: Path | None = None, encoding: str | None = 
             raise ValueError("rename the file: `datasets` would replace the variable in its path")
         splits, found, files = _load_files(kind, cache_dir, encoding, data_files=data_files)
     sha256 = next(iter(files["train"].values())) if kind == "csv" and not encoding else None
-    return Source(path, splits["train"], sha256, (found,))
+    return Source(path, splits["train"], sha256, (found,) if found else ())
 
 
 def _load_files(

@@ -8,16 +8,21 @@ without waiting.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
 
 from ..common.errors import UserError
 from ..distributed.world import World
+from ..setting_groups import BUILT_IN
 from ..settings import Settings
-from .hub import first_line
+from .hub import first_line, model_folder
 
 # Modules of transformers in which a classifier uses the mask for bidirectional attention only: it builds a mask of four
 # dimensions from it, unless it gets one, and none if there is no padding.
@@ -94,6 +99,24 @@ def match_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
         raise UserError(f"--model {settings.model}: its logits are the same for every text")
     tokenizer.padding_side = side or "right"
     return None if side and not switches else "its logits depend on how far a batch is padded"
+
+
+def describe_tokenizer_file(tokenizer: PreTrainedTokenizerBase, settings: Settings, texts: Sequence[str]) -> str | None:
+    """Count the texts that get other tokens than by the model's tokenizer.json alone; None for none.
+
+    For many classes of tokenizers, transformers, and so `pipeline`, takes only the vocabulary of that file: they may
+    lack its normalizer, such as one that lowercases.
+    """
+    file = None if settings.model in BUILT_IN else Path(model_folder(settings), FULL_TOKENIZER_FILE)
+    if file is None or not file.is_file():
+        return None
+    alone = Tokenizer.from_file(str(file))
+    alone.no_truncation()
+    beginnings = [text[:1_000] for text in texts]
+    expected = [encoding.ids for encoding in alone.encode_batch(beginnings, add_special_tokens=False)]
+    n = sum(map(operator.ne, expected, tokenizer(beginnings, add_special_tokens=False)["input_ids"]))
+    how = f"transformers' {type(tokenizer).__name__} uses only the vocabulary of {FULL_TOKENIZER_FILE}"
+    return f"{how}: {n} of the first {len(texts)} reviews would have other tokens with all of it" if n else None
 
 
 def to_device(batch: Mapping[str, torch.Tensor], model: torch.nn.Module, world: World) -> dict[str, torch.Tensor]:

@@ -159,7 +159,8 @@ def load_classifier(
         new = check_only_head_is_new(settings.model, model, found)
         own = fetch(AutoConfig, settings)
         origin += f"; new weights: {', '.join(new)}" if new else ""
-        if not any(weight.endswith("weight") and "pooler" not in weight for weight in new):
+        n_outputs = {weight: len(parameter) for weight, parameter in model.named_parameters()}
+        if not any(weight.endswith("weight") and n_outputs[weight] == len(class_names) for weight in new):
             origin += match_classes(model, trained_classes(own, model_folder(settings)), class_names)
             if own.problem_type not in KINDS:
                 origin += f"; keeps its head, which was trained for {own.problem_type}"
@@ -206,6 +207,7 @@ def load_trained(
     if len(config.id2label or ()) < 2 or config.problem_type not in KINDS:
         raise UserError(f"{name}: is not a classifier that predicts one of several classes")
     select_attention(config, settings, device)
+    config.return_dict = True
     # A classifier that reads its last token looks for the last one before this token.
     text_config = config.get_text_config()
     if (pad := getattr(text_config, "pad_token_id", None)) is None:

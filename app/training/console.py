@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import unicodedata
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,16 +14,16 @@ import torch
 import transformers
 
 from ..checkpoint.resume import Resume
-from ..common.errors import list_names
 from ..common.formats import labeled
 from ..common.machine import describe_mixed
 from ..common.paths import PACKAGE, SAMPLE_CSV
 from ..common.terminal import hides_progress
-from ..data.reviews import describe_dropped, sample_rows
+from ..data.reviews import describe_alike, describe_dropped, sample_rows
 from ..data.split import describe_duplicates
 from ..data.tokenize import describe_unknown
 from ..distributed.collectives import all_gather_object
 from ..distributed.world import World
+from ..model.inputs import describe_tokenizer_file
 from ..model.vocabulary import trimmed_vocabulary
 from ..setting_groups import BUILT_IN
 from .step import warmup_steps
@@ -58,13 +57,10 @@ def describe_run(prepared: Preparation, origin: str) -> str:
     is_sample = table.path.resolve() == SAMPLE_CSV
     sample = f" (the bundled synthetic sample; {PACKAGE}.data.download fetches real reviews)" if is_sample else ""
     n_train, n_sampled = len(split.train), len(sample_rows(split.train))
-    sampled = f"learned from {n_sampled:,} of {n_train:,} training rows" if n_sampled < n_train else None
+    is_sampled = settings.model in BUILT_IN and n_sampled < n_train
+    sampled = f"learned from {n_sampled:,} of {n_train:,} training rows" if is_sampled else None
     parts = [("training", split.train), ("validation", split.validation), ("test", split.test)]
     counts = np.bincount(table.labels, minlength=len(table.class_names))
-    visible = ["".join(c for c in name if unicodedata.category(c) != "Cf") for name in table.class_names]
-    forms = [unicodedata.normalize("NFKC", name).casefold() for name in visible]
-    groups = [[n for n, f in zip(table.class_names, forms, strict=True) if f == form] for form in dict.fromkeys(forms)]
-    alike = "; ".join(list_names(group) for group in groups if len(group) > 1)
     n_warmup = 0 if settings.lr_scheduler_type == "constant" else warmup_steps(settings.warmup_steps, plan.total_steps)
     n_left_out = n_train - plan.steps_per_epoch * plan.global_size
     n_cut = int((data.lengths == settings.max_length).sum())
@@ -84,12 +80,12 @@ def describe_run(prepared: Preparation, origin: str) -> str:
         "dropped": "; ".join(describe_dropped(table)),
         "rows": " + ".join(f"{len(part)} {name}" for name, part in parts if len(part)),
         "classes": ", ".join(f"{name} ({n:,})" for name, n in zip(table.class_names, counts, strict=True)),
-        "alike": f"classes that differ only in case, width or invisible characters: {alike}" if alike else None,
+        "alike": describe_alike(table.class_names),
         "duplicates": describe_duplicates(data.duplicates),
         "truncated": f"{n_cut} reviews have --max_length {settings.max_length} tokens, to which longer ones are cut",
         "split": f"seed {settings.seed}, fingerprint {split.fingerprint[:16]}",
         "model": f"{origin}; {n_parameters / 1e6:.1f} M parameters",
-        "tokenizer": sampled if settings.model in BUILT_IN else None,
+        "tokenizer": sampled or describe_tokenizer_file(data.tokenizer, settings, table.texts[:100].tolist()),
         "unknown": describe_unknown(data.rows, data.tokenizer),
         "vocabulary": vocabulary,
         "batch": f"{plan}, {settings.train_sampling_strategy}",

@@ -23,11 +23,14 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
+    DistilBertConfig,
+    DistilBertForTokenClassification,
     FunnelConfig,
 )
 
 from app.common.errors import UserError
 from app.model.dropout import checkpoint_activations, override_dropout
+from app.model.inputs import describe_tokenizer_file
 from app.model.load import Classifier, is_pretrained, load_classifier, load_tokenizer
 from app.settings import Settings
 
@@ -248,6 +251,13 @@ def test_a_trained_head_with_the_classes_in_another_order_keeps_their_meaning(fo
     assert others.model.state_dict()[[*plain.state_dict()][-1]].equal([*plain.state_dict().values()][-1].flip(0))
 
 
+def test_the_head_of_a_distilbert_for_tokens_is_named_beside_its_new_layer(folder):
+    config = DistilBertConfig(dim=32, n_layers=1, n_heads=2, hidden_dim=32, vocab_size=256, num_labels=2)
+    DistilBertForTokenClassification(config).save_pretrained(path := folder("bert"))
+    told = "keeps its head, which was trained for the classes 'LABEL_0', 'LABEL_1'; keeps the head of DistilBertForT"
+    assert f"new weights: pre_classifier.weight, pre_classifier.bias; {told}" in load(path).origin
+
+
 def test_a_trained_head_with_default_names_that_the_data_has_too_keeps_their_meaning(folder):
     path, names = folder("bert", weights=True, num_labels=11), [f"LABEL_{index}" for index in range(11)]
     weight, in_order = (load(path, classes).model.classifier.weight for classes in (names, sorted(names)))
@@ -312,6 +322,16 @@ def test_a_tokenizer_without_a_padding_token_pads_with_one_that_does_not_end_eac
     assert classifier.origin.endswith(f"; padded with its token {token}")
     edit_json(path / "config.json", model_type="funnel")  # which would set the embedding of that token to zero
     assert "its tokenizer has no padding token" in error_message(path)
+
+
+def test_a_tokenizer_file_of_which_transformers_uses_a_part_is_named(folder):
+    path = folder("bert")
+    settings = Settings(model=str(path))
+    assert describe_tokenizer_file(load_tokenizer(settings, TEXTS), settings, TEXTS) is None
+    edit_json(path / "tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": "好"}, "content": "差"})
+    edit_json(path / "tokenizer_config.json", tokenizer_class="BertTokenizer")  # which has a normalizer of its own
+    told = describe_tokenizer_file(load_tokenizer(settings, TEXTS), settings, [*TEXTS, "差"])
+    assert "of tokenizer.json: 40 of the first 41 reviews would have other tokens" in str(told)
 
 
 def test_a_padding_token_that_the_embeddings_lack_is_one_line(folder):
