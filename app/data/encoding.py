@@ -42,7 +42,7 @@ def recognize_encoding(files: Collection[str], given: str | None, candidates: Se
         for file in files:
             with fsspec.open(file, "rt", encoding=encoding, compression="infer") as stream:
                 for line in stream:
-                    counts.update(line)
+                    counts.update("" if given else line)  # only GB18030 has to be plausible
     except UnicodeError:
         is_valid = False
     letters = sum(n for c, n in counts.items() if c.isalpha() and not c.isascii())

@@ -203,8 +203,7 @@ def _json_rows(files: list[str], encoding: str, only_values: bool = False) -> It
                     place = f"{Path(file).name}: row {i}"
                     values = dict(**(row if is_array else decode(row)))
                     json.dumps(values, ensure_ascii=False).encode()  # raises an error for half of a surrogate pair
-                    is_nested = {name: isinstance(value, list | dict) for name, value in values.items()}
-                    yield {n: None if only_values and is_nested[n] else value for n, value in values.items()}
+                    yield {n: None if only_values and isinstance(v, list | dict) else v for n, v in values.items()}
             except (json.JSONDecodeError, UnicodeEncodeError, RecursionError, TypeError) as error:
                 raise ValueError(f"{place}: {error} ({JSON_ROWS})") from None
 
